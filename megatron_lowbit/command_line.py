@@ -23,8 +23,7 @@ _FILES = ("PATH", "FILE", "DIR", "FOLDER", "PREFIX", "NAME_OR_FILE")
 class CommandParser(argparse.ArgumentParser):
     """Parser that raises a one-line UserError on bad input and shows units and defaults in help.
 
-    Descriptions are shown as written. With ``fromfile_prefix_chars``, files of arguments are read
-    as :func:`expand_files` reads them.
+    With ``fromfile_prefix_chars``, files of arguments are read by :func:`expand_files`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -92,7 +91,16 @@ def expand_with_origin(argv: Iterable[str]) -> list[tuple[str, bool]]:
                 path = _argument_file(argument[1:])
                 require(path not in opened, f"{argument}: the file includes itself")
                 require(next(left, None) is not None, f"{argument}: more than {_MOST_FILES} files")
-                yield from expand(_read_arguments(path), (*opened, path), is_preset(path))
+                with path.open("rb") as file:
+                    content = file.read(_LARGEST_FILE + 1)
+                require(
+                    len(content) <= _LARGEST_FILE, f"{argument}: larger than {_LARGEST_FILE} bytes"
+                )
+                text = content.decode("utf-8").replace("\r\n", "\n").replace("\\\n", " ")
+                words = shlex.split(text, comments=True)
+                # An unchanged copy of a preset counts as one.
+                is_preset = content in map(Path.read_bytes, shipped_presets().values())
+                yield from expand(words, (*opened, path), is_preset)
             except UserError:
                 raise
             except (OSError, RuntimeError, ValueError) as error:
@@ -109,13 +117,6 @@ def shipped_presets() -> dict[str, Path]:
     return {f"examples/{file.name}": file for file in sorted(files)}
 
 
-def is_preset(path: Path) -> bool:
-    """Return True if a file of arguments is a shipped preset, or an unchanged copy of one."""
-    size = path.stat().st_size
-    same_size = [one for one in shipped_presets().values() if one.stat().st_size == size]
-    return any(one.read_bytes() == path.read_bytes() for one in same_size)
-
-
 def _argument_file(name: str) -> Path:
     """Return the file of this name or, where there is none, the preset of this name."""
     path = Path(name).resolve()
@@ -125,14 +126,6 @@ def _argument_file(name: str) -> Path:
     near = get_close_matches(name, presets, n=1)
     require(name in presets or not near, f"@{name}: no such file; did you mean @{''.join(near)}?")
     return presets.get(name, path)
-
-
-def _read_arguments(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        content = file.read(_LARGEST_FILE + 1)
-    require(len(content) <= _LARGEST_FILE, f"@{path}: larger than {_LARGEST_FILE} bytes")
-    text = content.decode("utf-8").replace("\r\n", "\n")
-    return shlex.split(text.replace("\\\n", " "), comments=True)
 
 
 class CommandLine:
@@ -197,12 +190,12 @@ class CommandLine:
 
     def tokens(self) -> list[str]:
         """Return the command line."""
-        found: list[str] = []
+        tokens: list[str] = []
         for flag, *values in self._entries:
             # A value that looks like a flag must stay joined to its own.
             joined = len(values) == 1 and values[0].startswith("-")
-            found += [f"{flag}={values[0]}"] if joined else [flag, *values]
-        return found
+            tokens += [f"{flag}={values[0]}"] if joined else [flag, *values]
+        return tokens
 
     def _same(self, entry: tuple[str, ...], flag: str) -> bool:
         return self._destinations[entry[0]] == self._destinations[flag]

@@ -50,13 +50,22 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def require_type(name: str, value: object, kind: Any, wanted: str) -> None:
+def require_type(name: str, value: object, expected: Any, wanted: str) -> None:
     """Raise TypeError for an argument of another type: "x is a NumPy array, not a tensor"."""
-    if not isinstance(value, kind):
+    if not isinstance(value, expected):
         given = type(value).__name__
         given = f"{'an' if given[0] in 'aeiou' else 'a'} {given}"
         given = {"a NoneType": "None", "a ndarray": "a NumPy array"}.get(given, given)
         raise TypeError(f"{name} is {given}, not {wanted}")
+
+
+@contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Turn a ValueError into a UserError whose message begins with the prefix."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{prefix}{error}") from None
 
 
 @contextmanager
@@ -74,14 +83,15 @@ def as_user_error(message: str) -> Iterator[None]:
         raise UserError(f"{message} ({why})") from error
 
 
-def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:
+def error_behind(error: BaseException, error_type: type[_Error]) -> _Error | None:
     """Return the exception of a type that is another one or caused it; None if there is none."""
-    if isinstance(error, kind):
+    if isinstance(error, error_type):
         return error
     causes = [error.__cause__, error.__context__]
     # torch's CheckpointException: one failure for each rank.
     causes += [failure for failure, _ in getattr(error, "failures", {}).values()]
-    return next(filter(None, (error_behind(cause, kind) for cause in causes if cause)), None)
+    behind = (error_behind(cause, error_type) for cause in causes if cause)
+    return next(filter(None, behind), None)
 
 
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:

@@ -22,19 +22,19 @@ def check_folder(argument: str, folder: str | Path) -> None:
             is full.
     """
     path = Path(folder).absolute()
-    place = f"{argument} {folder}"
-    existing, mode = _nearest(place, path)
-    require(stat.S_ISDIR(mode), f"{place}: {existing} is a file, not a folder")
+    shown = f"{argument} {folder}"
+    existing, mode = _nearest(shown, path)
+    require(stat.S_ISDIR(mode), f"{shown}: {existing} is a file, not a folder")
     longest = os.pathconf(existing, "PC_NAME_MAX")
     require(
         all(len(os.fsencode(part)) <= longest for part in path.parts),
-        f"{place}: a name is longer than {longest} bytes",
+        f"{shown}: a name is longer than {longest} bytes",
     )
     writable = os.access(existing, os.W_OK | os.X_OK)
-    require(writable, f"{place}: {existing} cannot be written to")
+    require(writable, f"{shown}: {existing} cannot be written to")
     disk = os.statvfs(existing)
     has_space = disk.f_blocks == 0 or disk.f_bavail > 0
-    require(has_space, f"{place}: no space is left on the disk of {existing}")
+    require(has_space, f"{shown}: no space is left on the disk of {existing}")
 
 
 def check_file(argument: str, path: str | Path) -> None:
@@ -52,17 +52,17 @@ def check_file(argument: str, path: str | Path) -> None:
     require(not is_folder, f"{argument}: {path} is a folder, not a file")
 
 
-def _nearest(place: str, path: Path) -> tuple[Path, int]:
+def _nearest(shown: str, path: Path) -> tuple[Path, int]:
     """Return the first of a path and its parents that exists, and its mode."""
     for candidate in (path, *path.parents):
         try:
             return candidate, candidate.stat().st_mode
         except FileNotFoundError:
             # A link to nothing is not a place where a folder can be made.
-            require(not candidate.is_symlink(), f"{place}: {candidate} is a link to nothing")
+            require(not candidate.is_symlink(), f"{shown}: {candidate} is a link to nothing")
         except (OSError, ValueError) as error:
-            raise UserError(f"{place}: {reason(error)}") from error
-    raise UserError(f"{place}: there is no such place")
+            raise UserError(f"{shown}: {reason(error)}") from error
+    raise UserError(f"{shown}: there is no such place")
 
 
 @contextmanager

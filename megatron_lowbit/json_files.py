@@ -1,4 +1,4 @@
-"""Reading JSON that others wrote: whatever it holds, an error is one line that names the place.
+"""Reading JSON that others wrote: whatever it holds, an error is one line that names the source.
 
 ``NaN`` and infinities are read, since Hugging Face's files hold them; :class:`Entries` refuses them
 where a number is meant.
@@ -22,17 +22,17 @@ _INT32 = 2**31 - 1
 _Kind = TypeVar("_Kind")
 
 
-def parse_json(text: bytes | str, place: str) -> Any:
-    """Parse a JSON value; raise a UserError that names the place where it is none.
+def parse_json(text: bytes | str, source: str) -> Any:
+    """Parse a JSON value; raise a UserError that names the source where it is none.
 
     A key that an object has twice is an error: readers differ in which value they take.
     """
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
-        raise UserError(f"{place}: not valid JSON (nested too deeply)") from None
+        raise UserError(f"{source}: not valid JSON (nested too deeply)") from None
     except ValueError as error:
-        raise UserError(f"{place}: not valid JSON ({error})") from None
+        raise UserError(f"{source}: not valid JSON ({error})") from None
 
 
 def read_object(path: Path, argument: str = "") -> dict[str, Any]:
@@ -42,21 +42,21 @@ def read_object(path: Path, argument: str = "") -> dict[str, Any]:
         path: the file.
         argument: the argument of the command line that names it, for the error.
     """
-    place = f"{argument} {path}".lstrip()
+    source = f"{argument} {path}".lstrip()
     try:
         if not path.is_file():
-            raise UserError(f"{place} is {'no file' if path.exists() else 'missing'}")
-        content = parse_json(path.read_bytes(), place)
+            raise UserError(f"{source} is {'no file' if path.exists() else 'missing'}")
+        content = parse_json(path.read_bytes(), source)
     except OSError as error:
-        raise UserError(f"{place}: cannot be read ({error.strerror})") from None
-    _check_depth(content, place)
-    return as_object(content, place)
+        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
+    _check_depth(content, source)
+    return as_object(content, source)
 
 
-def as_object(content: Any, place: str) -> dict[str, Any]:
-    """Return parsed JSON that is an object; raise a UserError that names the place otherwise."""
+def as_object(content: Any, source: str) -> dict[str, Any]:
+    """Return parsed JSON that is an object; raise a UserError that names the source otherwise."""
     if not isinstance(content, dict):
-        raise UserError(f"{place}: holds no JSON object, but {reprlib.repr(content)}")
+        raise UserError(f"{source}: holds no JSON object, but {reprlib.repr(content)}")
     return content
 
 
@@ -75,15 +75,15 @@ class Entries:
     """Typed access to a JSON object's entries.
 
     An entry that is missing or null has its method's default; without one it is an error. All
-    errors are UserErrors that name place and key.
+    errors are UserErrors that name source and key.
 
     Args:
         content: parsed JSON.
-        place: the file, or the file and the key that holds the object.
+        source: the file, or the file and the key that holds the object.
     """
 
-    def __init__(self, content: Any, place: str) -> None:
-        self._content, self._place = as_object(content, place), place
+    def __init__(self, content: Any, source: str) -> None:
+        self._content, self._source = as_object(content, source), source
 
     def __len__(self) -> int:
         """Return the number of entries."""
@@ -122,32 +122,26 @@ class Entries:
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings; an empty one by default."""
-        value = self._value(key, [])
-        if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-            raise self._error(key, value, "a list of strings")
-        return value
+        return self._list_of(str, key, "strings")
 
     def integers(self, key: str) -> list[int]:
         """Return a list of integers; an empty one by default."""
-        value = self._value(key, [])
-        if not (isinstance(value, list) and all(type(entry) is int for entry in value)):
-            raise self._error(key, value, "a list of integers")
-        return value
+        return self._list_of(int, key, "integers")
 
     def inner(self, key: str) -> "Entries":
         """Return the entries of an object; one without entries by default."""
-        return Entries(self._value(key, {}), f"{self._place}: {key}")
+        return Entries(self._value(key, {}), f"{self._source}: {key}")
 
     def objects(self, key: str) -> "list[Entries]":
         """Return the objects of a list; an empty one by default."""
         value = self._value(key, [])
         if not isinstance(value, list):
             raise self._error(key, value, "a list of objects")
-        return [Entries(entry, f"{self._place}: {key}") for entry in value]
+        return [Entries(entry, f"{self._source}: {key}") for entry in value]
 
     def inner_objects(self) -> "list[Entries]":
         """Return this object's entries, each of which is an object itself."""
-        return [Entries(value, f"{self._place}.{key}") for key, value in self._content.items()]
+        return [Entries(value, f"{self._source}.{key}") for key, value in self._content.items()]
 
     def _of_type(self, wanted: type[_Kind], key: str, default: _Kind | None, good: str) -> _Kind:
         value = self._value(key, default)
@@ -155,15 +149,21 @@ class Entries:
             raise self._error(key, value, good)
         return value
 
+    def _list_of(self, wanted: type[_Kind], key: str, name: str) -> list[_Kind]:
+        value = self._value(key, [])
+        if not (isinstance(value, list) and all(type(entry) is wanted for entry in value)):
+            raise self._error(key, value, f"a list of {name}")
+        return value
+
     def _value(self, key: str, default: Any) -> Any:
         value = self._content.get(key)
         value = default if value is None else value
         if value is None:
-            raise UserError(f"{self._place}: needs the entry {key!r}")
+            raise UserError(f"{self._source}: needs the entry {key!r}")
         return value
 
     def _error(self, key: str, value: Any, good: str) -> UserError:
-        return UserError(f"{self._place}: {key} {reprlib.repr(value)}: must be {good}")
+        return UserError(f"{self._source}: {key} {reprlib.repr(value)}: must be {good}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _check_depth(content: Any, place: str) -> None:
+def _check_depth(content: Any, source: str) -> None:
     level = [content]
     for _ in range(MAX_DEPTH):
         level = [
@@ -185,4 +185,4 @@ def _check_depth(content: Any, place: str) -> None:
         ]
         if not level:
             return
-    raise UserError(f"{place}: nested more than {MAX_DEPTH} deep")
+    raise UserError(f"{source}: nested more than {MAX_DEPTH} deep")

@@ -5,7 +5,7 @@ the arguments of one table, and replaces or removes those of the other.
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lowbit.command_line import CommandLine
 
@@ -34,21 +34,13 @@ _CONFLICTS = {
 """Arguments of ``_ADDED`` that contradict another argument of the command line."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Argument that a CPU does not support.
-
-    Attributes:
-        flag: the argument.
-        reason: clause for the printed line.
-        values: unsupported values; empty for all.
-        instead: tokens of the argument that replaces it; empty to remove it.
-    """
+class _Row(NamedTuple):
+    """Argument that a CPU does not support."""
 
     flag: str
     reason: str
-    values: tuple[str | list[str], ...] = ()
-    instead: tuple[str, ...] = ()
+    values: tuple[str | list[str], ...] = ()  # unsupported ones; empty for all
+    instead: tuple[str, ...] = ()  # the argument that replaces it; empty to remove it
 
 
 _TE = "it needs Transformer Engine, and that a GPU"
@@ -57,36 +49,28 @@ _GRAPH = "CUDA graphs need a GPU"
 _DISPATCH = "its dispatcher needs a GPU"
 _FSDP = "Megatron FSDP and FSDP2 need a GPU"
 _NCCL = "NCCL needs GPUs"
+_FAULTS = "it looks for faults of GPUs"
+_HYBRID_LAYERS = (
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+)
 
 _REPLACED = (
     _Row("--distributed-backend", _NCCL, ("nccl",), ("--distributed-backend", "gloo")),
-    _Row(
-        "--transformer-impl", _TE, ("transformer_engine", "inference_optimized"),
-        ("--transformer-impl", "local"),
-    ),
-    _Row("--spec", _TE, (
-        ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
-        ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
-    )),
-    _Row(
-        "--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",),
-        ("--async-strategy", "mcore"),
-    ),
-    _Row(
-        "--rerun-mode", "it looks for faults of GPUs", ("validate_results", "report_stats"),
-        ("--rerun-mode", "disabled"),
-    ),
+    _Row("--transformer-impl", _TE, ("transformer_engine", "inference_optimized"),
+         ("--transformer-impl", "local")),
+    _Row("--spec", _TE, _HYBRID_LAYERS),
+    _Row("--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",),
+         ("--async-strategy", "mcore")),
+    _Row("--rerun-mode", _FAULTS, ("validate_results", "report_stats"),
+         ("--rerun-mode", "disabled")),
     _Row("--attention-backend", _KERNEL, ("flash", "fused", "local")),
     _Row("--dsa-kernel-backend", _KERNEL, ("tilelang", "cudnn")),
     _Row("--cuda-graph-impl", _GRAPH, ("local", "transformer_engine", "full_iteration")),
-    _Row(
-        "--moe-token-dispatcher-type", _DISPATCH, ("flex",),
-        ("--moe-token-dispatcher-type", "alltoall"),
-    ),
+    _Row("--moe-token-dispatcher-type", _DISPATCH, ("flex",),
+         ("--moe-token-dispatcher-type", "alltoall")),
     _Row("--use-megatron-fsdp", _FSDP, (), ("--use-distributed-optimizer",)),
-    _Row(
-        "--ckpt-format", _FSDP, ("fsdp_dtensor", "torch_dcp"), ("--ckpt-format", "torch_dist"),
-    ),
+    _Row("--ckpt-format", _FSDP, ("fsdp_dtensor", "torch_dcp"), ("--ckpt-format", "torch_dist")),
 )  # fmt: skip
 """Arguments that are replaced, or of which a CPU supports some values."""
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from megatron_lowbit.arguments.values import in_range
+from megatron_lowbit.arguments.values import range_of
 from megatron_lowbit.errors import UserError, printable, require
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.files import selected
 from megatron_lowbit.storage.pickles import COMMON, check_lengths, read_objects, restrict_torch
 
 _READ = (COMMON, "args", "iteration", "checkpoint_version")
@@ -39,19 +38,19 @@ def guard_checkpoint_arguments() -> None:
     @wraps(upstream)
     def load(args: Namespace, load_arg: str = "load", **context: Any) -> Any:
         directory = getattr(args, load_arg)
-        found = selected(args, directory and Path(directory))
-        if found is None:
+        checkpoint = files.selected(args, directory and Path(directory))
+        if checkpoint is None:
             return upstream(args, load_arg, **context)
-        verify_arguments(found.path)
+        _verify_arguments(checkpoint.path)
         before = dict(vars(args))
         try:
             loaded = upstream(args, load_arg, **context)
         except (Exception, SystemExit) as error:
-            message = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
-            raise UserError(f"{found.path}: its arguments cannot be read: {message}") from error
-        given = {name: value for name, value in vars(args).items() if name in before}
-        taken = {name: value for name, value in given.items() if value != before[name]}
-        check_taken(taken, f"--use-checkpoint-args: {found.path}")
+            why = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
+            raise UserError(f"{checkpoint.path}: its arguments cannot be read: {why}") from error
+        known = vars(args).keys() & before.keys()
+        taken = {name: value for name in known if (value := getattr(args, name)) != before[name]}
+        _check_taken(taken, f"--use-checkpoint-args: {checkpoint.path}")
         return loaded
 
     checkpointing.load_args_from_checkpoint = load
@@ -74,7 +73,7 @@ def check_loads(args: Namespace) -> None:
     )
 
 
-def verify_arguments(path: Path) -> None:
+def _verify_arguments(path: Path) -> None:
     """Raise UserError where a checkpoint's arguments are damaged or could run code.
 
     The first rank compares the lengths of all files, and the checksums of those that hold the
@@ -93,12 +92,12 @@ def verify_arguments(path: Path) -> None:
     files.check_files(path, recorded, read)
 
 
-def check_taken(taken: Mapping[str, Any], place: str) -> None:
+def _check_taken(taken: Mapping[str, Any], source: str) -> None:
     """Check arguments of a checkpoint as those of a command line.
 
     Args:
         taken: values by name that differ from the command line's.
-        place: the checkpoint, for errors.
+        source: the checkpoint, for errors.
 
     Raises:
         UserError: a value is outside its argument's range, or names a module to import.
@@ -108,7 +107,7 @@ def check_taken(taken: Mapping[str, Any], place: str) -> None:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     actions = {action.dest: action for action in parser._actions}
     for name, value in taken.items():
-        text = f"{place}: {name} {reprlib.repr(value)}"
+        text = f"{source}: {name} {reprlib.repr(value)}"
         require(
             name != "spec",
             f"{text}: names Python code to import; give the same --spec if you trust that code",
@@ -117,7 +116,8 @@ def check_taken(taken: Mapping[str, Any], place: str) -> None:
         if action is None or not action.option_strings:
             good = isinstance(value, bool | int | float)
         elif action.type in (int, float):
-            good = type(value) in (int, float) and in_range(action, value)
+            low, high, _ = range_of(action)
+            good = type(value) in (int, float) and low <= value <= high
         elif action.nargs == 0:
             good = isinstance(value, bool)
         elif action.choices is not None:

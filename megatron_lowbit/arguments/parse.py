@@ -11,12 +11,13 @@ from typing import Any
 
 from megatron_lowbit.arguments.cpu import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.arguments.from_checkpoint import check_loads
-from megatron_lowbit.arguments.parser import (
-    add_own_arguments,
-    front_parser,
-    read_command_line,
+from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
+from megatron_lowbit.arguments.precision import (
+    BF16_BLOCKS,
+    Machine,
+    check_layers,
+    translate_precision,
 )
-from megatron_lowbit.arguments.precision import Machine, check_layers, translate_precision
 from megatron_lowbit.arguments.values import check_folders, check_samples, check_values
 from megatron_lowbit.command_line import CommandLine, asks_for_help, print_help
 from megatron_lowbit.errors import UserError, as_user_error, require, say
@@ -32,6 +33,13 @@ _REFUSED = {
     "--rl-profile": "its profiler is not in Megatron-LM's package; leave it out",
 }
 """Arguments that no run supports, and why."""
+_NEEDED = {
+    "--world-size": "--dry-run", "--gpu": "--dry-run",
+    "--full-validation": "--multiple-validation-sets",
+    "--multiple-validation-sets": "--full-validation",
+    "--load-latest-valid": "--load", "--resume-changed": "--load", "--save-keep-last": "--save",
+}  # fmt: skip
+"""Arguments that mean nothing without another one."""
 _NOT_WITH_SFT = (
     "--mock-data", "--fim-data", "--reset-position-ids", "--reset-attention-mask",
     "--dataloader-fast-cache-load",
@@ -41,13 +49,10 @@ _NO_MASK = "--no-create-attention-mask-in-dataloader"
 _REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
 """Exceptions by which Megatron-LM refuses arguments."""
 _OF_QUANTIZED_LAYERS = (
-    "--eval-precision", "--quantization-engine", "--log-quantization-error-interval",
-    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+    "--eval-precision", "--quantization-engine", "--log-quantization-error-interval", *BF16_BLOCKS,
 )  # fmt: skip
 OF_GPUS = ("cuda_graph_impl", "transformer_impl", "masked_softmax_fusion")
 """Attributes that a CPU changes and that decide what a run on GPUs supports."""
-_FULL = ("--full-validation", "--multiple-validation-sets")
-"""Arguments of which Megatron-LM evaluates with both only."""
 _NEVER = 10**9
 """Interval that is longer than any run, in iterations."""
 
@@ -91,9 +96,9 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
         parsed = _parse_upstream(tokens)
     parsed.upstream_command_line = tokens
     parsed.given = given
-    found = args if machine.capability is None else parsed
+    on_gpus = args if machine.capability is None else parsed
     for name in OF_GPUS:
-        setattr(parsed, f"{name}_on_gpus", getattr(found, name))
+        setattr(parsed, f"{name}_on_gpus", getattr(on_gpus, name))
     return parsed
 
 
@@ -102,18 +107,16 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
     if hybrid is True and not args.use_checkpoint_args:
         require(any(flag in words for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "
                 "models without one, use pretrain_gpt.py")  # fmt: skip
-    if hybrid is False:
-        for flag in (*_PATTERNS, "--is-hybrid-model"):
-            require(flag not in words, f"{flag} is for hybrids: use pretrain_hybrid.py")
-    require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
-    require(args.dry_run or args.dry_run_gpu is None, "--gpu needs --dry-run")
+    for flag in (*_PATTERNS, "--is-hybrid-model") if hybrid is False else ():
+        require(flag not in words, f"{flag} is for hybrids: use pretrain_hybrid.py")
     for flag, reason in _REFUSED.items():
         require(flag not in words, f"{flag}: {reason}")
-    for flag in _NOT_WITH_SFT:
-        require(not args.sft or flag not in words, f"{flag} is not for conversations: leave out "
-                "--sft or it")  # fmt: skip
-    if args.mxnorm:
-        require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
+    for flag, other in _NEEDED.items():
+        require(flag not in words or other in words, f"{flag} needs {other}")
+    for flag in _NOT_WITH_SFT if args.sft else ():
+        require(flag not in words, f"{flag} is not for conversations: leave out --sft or it")
+    require(not args.mxnorm or args.normalization != "LayerNorm",
+            "--mxnorm needs --normalization RMSNorm")  # fmt: skip
     for flag in ("--mxnorm-p", "--mxnorm-post-round"):
         normed = args.mxnorm or args.normalization == "MXNorm"
         require(normed or flag not in words, f"{flag} needs --mxnorm")
@@ -125,8 +128,6 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
         require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
                 "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
     check_loads(args)
-    for flag, other in (_FULL, _FULL[::-1]):
-        require(flag not in words or other in words, f"{flag} needs {other}")
     require(args.dataloader_type != "external", "--dataloader-type external: the loaders are those "
             "of a script of your own")  # fmt: skip
     multimodal = "Multimodal" in (args.tokenizer_type or "")
@@ -136,10 +137,6 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
     require(args.perform_initialization or args.load or args.pretrained_checkpoint,
             "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
             "values that memory happens to hold")  # fmt: skip
-    for flag in ("--load-latest-valid", "--resume-changed"):
-        require(args.load or flag not in words, f"{flag} needs --load")
-    if args.save_keep_last is not None:
-        require(bool(args.save), "--save-keep-last needs --save")
 
 
 def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[str]:
@@ -154,12 +151,11 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
         for flag in ("--tensorboard-dir", "--wandb-project"):
             words.remove(flag)
     check_layers(args, machine)
-    precision = translate_precision(args, words, machine)
+    lines = translate_precision(args, words, machine)
+    has_recipe = "--precision-recipe" in words
     for flag in ("--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather"):
-        needed = flag not in words or bool(precision.recipes)
-        require(needed, f"{flag} needs a recipe, such as bf16")
-    lines = list(precision.lines)
-    if not (precision.recipes or args.fp8 or args.fp4):
+        require(has_recipe or flag not in words, f"{flag} needs a recipe, such as bf16")
+    if not (has_recipe or args.fp8 or args.fp4):
         idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
         lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
     if "--eval-interval" not in words:

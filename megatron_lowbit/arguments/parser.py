@@ -135,15 +135,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Returns:
         The same parser.
     """
-    return _add_groups(parser, "megatron-lowbit", "layers")
+    return add_own_arguments(parser, ("megatron-lowbit", "layers"))
 
 
-def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add all arguments that Megatron-LM does not have; return the same parser."""
-    return _add_groups(parser, *_OWN_GROUPS)
-
-
-def _add_groups(parser: argparse.ArgumentParser, *titles: str) -> argparse.ArgumentParser:
+def add_own_arguments(
+    parser: argparse.ArgumentParser, titles: Iterable[str] = tuple(_OWN_GROUPS)
+) -> argparse.ArgumentParser:
+    """Add all groups of arguments that Megatron-LM does not have, or some; return the parser."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     guard_checkpoint_arguments()

@@ -6,7 +6,7 @@ Without them, a recipe with the same formats replaces them.
 
 import importlib.util
 from argparse import Namespace
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError, require
@@ -18,17 +18,11 @@ INSTALL_TRANSFORMER_ENGINE = (
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Properties of a machine that determine which precisions Megatron-LM itself supports on it.
+class Machine(NamedTuple):
+    """Properties of a machine that determine which precisions Megatron-LM itself supports on it."""
 
-    Attributes:
-        capability: CUDA compute capability, or None without a CUDA device.
-        transformer_engine: True if Transformer Engine is installed.
-    """
-
-    capability: tuple[int, int] | None
-    transformer_engine: bool
+    capability: tuple[int, int] | None  # of CUDA; None without a CUDA device
+    transformer_engine: bool  # is installed
 
     @classmethod
     def current(cls) -> "Machine":
@@ -39,24 +33,8 @@ class Machine:
         return cls(capability, importlib.util.find_spec("transformer_engine") is not None)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Chosen precision of a run.
-
-    Attributes:
-        recipes: one recipe, or one for the forward and one for the backward pass; empty for none.
-        overrides: values of ``--recipe-set``, in order.
-        left_out: Megatron-LM's flags that the recipe replaces.
-        lines: lines to print when the program starts.
-        stores_codes: True if Megatron-LM's flags ask for weights that are stored as codes.
-    """
-
-    recipes: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    stores_codes: bool = False
-
+_Side = tuple[str, tuple[str, ...] | None]
+"""A recipe of one or both passes, and its overrides; None where a preset's blocks do not apply."""
 
 _CAPABILITY = {
     "delayed": (8, 9),
@@ -83,10 +61,13 @@ _EQUIVALENTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("nvfp4", "e2m1"): ("nvfp4",),
 }
 """Equivalent recipe of this project for Megatron-LM's recipe and format, and its overrides."""
+BF16_BLOCKS = (
+    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+)  # fmt: skip
+"""Flags that keep the first and last blocks in BF16."""
 _REPLACED = {
     "the recipe takes its place": "--fp8-format --fp4-format --fp8-recipe --fp4-recipe",
-    "bf16_blocks of the recipe take its place":
-        "--first-last-layers-bf16 --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16",
+    "bf16_blocks of the recipe take its place": " ".join(BF16_BLOCKS),
     "amax_history of fp8-delayed takes its place":
         "--fp8-amax-history-len --fp8-amax-compute-algo",
     "wgrad of fp8-delayed takes its place": "--no-fp8-wgrad",
@@ -106,9 +87,6 @@ _DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in fl
 """Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
 _NAMING = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
-_BLOCKS = (
-    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
-)  # fmt: skip
 _PARAM_GATHER = ("--fp8-param-gather", "--fp4-param-gather")
 """Flags that mean ``--quantized-param-gather`` beside the name of a recipe."""
 _UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-config-file")
@@ -116,44 +94,37 @@ _UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-conf
 
 def translate_precision(
     args: Namespace, words: CommandLine, machine: Machine, default: tuple[str, ...] = ()
-) -> Precision:
-    """Write the chosen precision into the arguments, in place of Megatron-LM's flags.
+) -> list[str]:
+    """Write a recipe into the arguments in place of Megatron-LM's flags, or leave FP8 or FP4 to it.
 
     Args:
-        args, words, machine: as for :func:`choose_precision`, which is called.
+        args: arguments as parsed by the front parser: ``fp8_recipe`` and ``fp4_recipe`` are None
+            unless given.
+        words: the same arguments as written on the command line; changed in place.
+        machine: the machine of the run.
         default: recipes where no argument names one.
+
+    Returns:
+        Lines to print when the program starts.
+
+    Raises:
+        UserError: arguments exclude each other, or a recipe does not exist.
     """
     if args.normalization == "MXNorm":
         words.remove("--normalization")
         words.add("--normalization", "RMSNorm")
         if not args.mxnorm:
             words.add("--mxnorm")
-    precision = choose_precision(args, words, machine)
-    for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
-        words.remove(flag)
-    if recipes := precision.recipes or default:
-        words.add("--precision-recipe", *recipes)
-    if precision.stores_codes:
-        args.quantized_param_gather = True
-        if "--quantized-param-gather" not in words:
-            words.add("--quantized-param-gather")
-    for override in precision.overrides:
-        words.add("--recipe-set", override)
-    return precision
+    sides, reason = _choose(args, words, machine)
+    if sides:
+        return _write_recipes(args, words, sides, reason)
+    if default:
+        words.add("--precision-recipe", *default)
+    return [f"precision: {reason}"]
 
 
-def choose_precision(args: Namespace, words: CommandLine, machine: Machine) -> Precision:
-    """Choose between a recipe and Megatron-LM's own FP8 or FP4.
-
-    Args:
-        args: arguments as parsed by the front parser: ``fp8_recipe`` and ``fp4_recipe`` are None
-            unless given.
-        words: the same arguments as written on the command line.
-        machine: the machine of the run.
-
-    Raises:
-        UserError: arguments exclude each other, or a recipe does not exist.
-    """
+def _choose(args: Namespace, words: CommandLine, machine: Machine) -> tuple[list[_Side], str]:
+    """Choose one recipe, or one for each pass, or none; return them with the reason."""
     if args.precision_recipe:
         for flag in _UPSTREAM_ONLY:
             require(flag not in words, f"--precision-recipe excludes {flag}: leave one of them out")
@@ -163,7 +134,7 @@ def choose_precision(args: Namespace, words: CommandLine, machine: Machine) -> P
         raise UserError("--fp8-format excludes --fp4-format: --fp8-recipe FP8 --fp4-recipe FP4 "
                         "without formats runs FP8 forward and FP4 backward")  # fmt: skip
     elif args.fp8 or args.fp4:
-        return _with_format(args, words, machine)
+        return _choose_with_format(args, words, machine)
     elif names := [name for name in (args.fp8_recipe, args.fp4_recipe) if name]:
         require("custom" not in names, "recipe custom needs --fp8-format, or --fp4-format, and its "
                 "quantizer factory")  # fmt: skip
@@ -172,53 +143,52 @@ def choose_precision(args: Namespace, words: CommandLine, machine: Machine) -> P
         reason = f"{' and '.join(given)} without a format"
     else:
         require(not args.recipe_set, "--recipe-set needs a recipe: add --precision-recipe NAME")
-        return Precision(lines=("precision: nothing is quantized, no argument names a recipe",))
-    sides = [(recipe, _bf16_blocks(args, words, recipe)) for recipe in recipes]
-    return _with_recipes(args, words, sides, reason)
+        return [], "nothing is quantized, no argument names a recipe"
+    return [(recipe, _bf16_blocks(args, words, recipe)) for recipe in recipes], reason
 
 
-def _with_format(args: Namespace, words: CommandLine, machine: Machine) -> Precision:
+def _choose_with_format(
+    args: Namespace, words: CommandLine, machine: Machine
+) -> tuple[list[_Side], str]:
     """Choose between Megatron-LM's own code and an equivalent recipe, given a format."""
     bits, other_recipe = ("fp8", args.fp4_recipe) if args.fp8 else ("fp4", args.fp8_recipe)
     format_, name = getattr(args, bits), getattr(args, f"{bits}_recipe")
     name = name or {"fp8": "delayed", "fp4": "nvfp4"}[bits]
     known = ("nvfp4", "custom") if args.fp4 else [n for n in _CAPABILITY if n != "nvfp4"]
-    if name not in known:
-        raise UserError(
-            f"--{bits}-recipe {name}: with --{bits}-format one of {', '.join(known)}; a recipe of "
-            f"this project is named without --{bits}-format"
-        )
+    require(
+        name in known,
+        f"--{bits}-recipe {name}: with --{bits}-format one of {', '.join(known)}; a recipe of "
+        f"this project is named without --{bits}-format",
+    )
     obstacle = _obstacle(args, machine, name)
     if obstacle is None and not other_recipe:
         require(not args.recipe_set, "--recipe-set: Megatron-LM's own code runs "
                 f"--{bits}-format {format_}, not a recipe of this project")  # fmt: skip
         code = f"Megatron-LM's own {name} {bits.upper()} ({format_})"
-        line = f"precision: {code}, through Transformer Engine, as --{bits}-format asks"
-        return Precision(lines=(line,))
+        return [], f"{code}, through Transformer Engine, as --{bits}-format asks"
     obstacle = obstacle or "only recipes combine FP8 forward with FP4 backward"
     unavailable = f"is for Megatron-LM's own code, which cannot run here: {obstacle}"
     require(name != "custom", f"--{bits}-recipe custom {unavailable}")
     flag = "--te-precision-config-file"
     require(flag not in words, f"{flag} {unavailable}")
-    own, *overrides = _EQUIVALENTS[name, format_]
+    equivalent, *overrides = _EQUIVALENTS[name, format_]
     if name == "delayed":
         length = args.fp8_amax_history_len if args.fp8_amax_compute_algo == "max" else 1
         wgrad = () if args.fp8_wgrad else ("wgrad=none",)
         overrides = [f"amax_history.length={length}", *wgrad, *overrides]
     if other_recipe:  # which gives dgrad and wgrad
-        overrides = [one for one in overrides if not one.startswith(("grad.", "wgrad"))]
+        overrides = [o for o in overrides if not o.startswith(("grad.", "wgrad"))]
     # Megatron-LM's own code keeps no blocks in BF16 unless it is asked to.
     first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
-    blocks = bf16_blocks(own, *((first, last) if args.first_last_layers_bf16 else (0, 0)))
-    sides: list[tuple[str, tuple[str, ...] | None]] = [(own, (*overrides, *(blocks or ())))]
-    reason = f"in place of Megatron-LM's {name} {bits.upper()} ({format_}): {obstacle}"
+    blocks = bf16_blocks(equivalent, *((first, last) if args.first_last_layers_bf16 else (0, 0)))
+    sides: list[_Side] = [(equivalent, (*overrides, *(blocks or ())))]
     if other_recipe:
         require(other_recipe != "custom", "recipe custom cannot be combined with another")
         other = MEGATRON_NAMES.get(other_recipe, other_recipe)
         sides.append((other, _bf16_blocks(args, words, other)))
     if args.fp4:
         sides.reverse()
-    return _with_recipes(args, words, sides, reason)
+    return sides, f"in place of Megatron-LM's {name} {bits.upper()} ({format_}): {obstacle}"
 
 
 def check_layers(args: Namespace, machine: Machine) -> None:
@@ -251,59 +221,54 @@ def _obstacle(args: Namespace, machine: Machine, name: str) -> str | None:
 
 
 def _bf16_blocks(args: Namespace, words: CommandLine, recipe: str) -> tuple[str, ...] | None:
-    """Return overrides for ``--first-last-layers-bf16``; without it, keep the recipe's blocks.
-
-    None where they are a preset's and the recipe keeps other blocks.
-    """
+    """Return overrides for ``--first-last-layers-bf16``; without it, none."""
     if not args.first_last_layers_bf16:
         return ()
     first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
-    return bf16_blocks(recipe, first, last, words.is_of_preset(*_BLOCKS))
+    return bf16_blocks(recipe, first, last, words.is_of_preset(*BF16_BLOCKS))
 
 
-def _with_recipes(
-    args: Namespace,
-    words: CommandLine,
-    sides: list[tuple[str, tuple[str, ...] | None]],
-    reason: str,
-) -> Precision:
-    """Check recipes and return the choice of them. The user's overrides take precedence.
-
-    Args:
-        args, words: as for :func:`choose_precision`.
-        sides: one recipe with its overrides, or one for each pass; None as overrides for a recipe
-            to which a preset's blocks do not apply.
-        reason: why these recipes are chosen.
-    """
+def _write_recipes(
+    args: Namespace, words: CommandLine, sides: list[_Side], reason: str
+) -> list[str]:
+    """Check recipes and write them into the arguments. The user's overrides take precedence."""
     require("--te-precision-config-file" not in words, "--te-precision-config-file is for "
             "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
-    recipes = tuple(recipe for recipe, _ in sides)
+    recipes = [recipe for recipe, _ in sides]
     made = for_sides([changes or () for _, changes in sides])
     # A matcher that the user removes as well would not be found a second time.
-    overrides = (*(one for one in made if one not in args.recipe_set), *args.recipe_set)
+    overrides = [*(change for change in made if change not in args.recipe_set), *args.recipe_set]
     recipe = load_recipes(recipes, overrides)
     quantizes = any(precision.quantized for precision in recipe.precisions())
     require(not (args.fp16 and quantizes), "--fp16 with a recipe: recipes quantize BF16 and FP32; "
             "give --bf16")  # fmt: skip
-    left_out = tuple(flag for flag in _DEPENDENT if flag in words)
     shown = f"recipe {recipes[0]}"
     if len(recipes) == 2:
         shown = f"recipes {recipes[0]} (forward) and {recipes[1]} (backward)"
     changed = f" with {', '.join(overrides)}" if overrides else ""
-    own_blocks = [name for name, changes in sides if changes is None]
-    lines = [f"precision: {shown} of megatron-lowbit{changed}; {reason}"]
+    lines = [f"{shown} of megatron-lowbit{changed}; {reason}"]
     # A format is for Transformer Engine's layers, whose script runs without codes as well.
     stored = [] if args.fp8 or args.fp4 else [flag for flag in _PARAM_GATHER if flag in words]
-    lines += [f"precision: {flag} taken as --quantized-param-gather" for flag in stored]
-    if own_blocks:
+    lines += [f"{flag} taken as --quantized-param-gather" for flag in stored]
+    unchanged = [name for name, changes in sides if changes is None]
+    if unchanged:
         lines.append(
-            "precision: --first-last-layers-bf16 of the preset is for recipes that keep a share of "
-            f"the blocks in BF16, as nvfp4 does: the blocks of {' and '.join(own_blocks)} are its "
-            "own; give the argument itself to set them"
+            "--first-last-layers-bf16 of the preset is for recipes that keep a share of the blocks "
+            f"in BF16, as nvfp4 does: the blocks of {' and '.join(unchanged)} are its own; give "
+            "the argument itself to set them"
         )
-    lines += [
-        f"precision: left out {words.text(flag)}: {_DEPENDENT[flag]}"
-        for flag in left_out
-        if flag not in (*_NAMING, *stored, *(_BLOCKS if own_blocks else ()))
-    ]
-    return Precision(recipes, overrides, left_out, tuple(lines), bool(stored))
+    explained = (*_NAMING, *stored, *(BF16_BLOCKS if unchanged else ()))
+    for flag, why in _DEPENDENT.items():
+        if flag in words:
+            lines += [] if flag in explained else [f"left out {words.text(flag)}: {why}"]
+            words.remove(flag)
+    words.remove("--precision-recipe")
+    words.remove("--recipe-set")
+    words.add("--precision-recipe", *recipes)
+    if stored:
+        args.quantized_param_gather = True
+        if "--quantized-param-gather" not in words:
+            words.add("--quantized-param-gather")
+    for override in overrides:
+        words.add("--recipe-set", override)
+    return [f"precision: {line}" for line in lines]

@@ -1,8 +1,8 @@
 """Checks of argument values: ranges of numbers, lengths of patterns, folders, memory of indices.
 
 Megatron-LM checks few of its numbers. Other invalid ones end in a traceback, hang, or train another
-model. By default a number must be finite and not negative; the table lists exceptions. Only
-arguments on the command line are checked.
+model. By default a number must be finite and not negative; names of arguments have other ranges by
+``_RULES``. Only arguments on the command line are checked.
 """
 
 import argparse
@@ -29,91 +29,55 @@ class _Range(NamedTuple):
     words: str
 
 
+def _up_to(high: int, low: int = 0) -> _Range:
+    return _Range(low, high, f"from {low} to {high}")
+
+
 _LARGEST = 2**63 - 1
 _LARGEST_SEED = 2**32 - 2**20
 """Largest seed: Megatron-LM adds offsets of ranks, and NumPy accepts 32 bits."""
 _MOST_LAYERS = 100_000
 _MOST_PROCESSES = 256
 _MOST_MINUTES = 1_000_000
+_TINY, _HUGE = math.ulp(0), math.nextafter(math.inf, 0)
 
 _INDEX_BYTES = 12
 """Smallest size of a sample's index: two 32-bit numbers for its position, one for its order."""
 
 _INT = _Range(0, _LARGEST, "an integer from 0 to 2**63 - 1")
-_FLOAT = _Range(0, math.nextafter(math.inf, 0), "finite and not negative")
-_ANY_INT = _Range(-_LARGEST, _LARGEST, "an integer of 64 bits")
-_ANY_FLOAT = _Range(-_FLOAT.high, _FLOAT.high, "finite")
-_COUNT = _Range(1, _LARGEST, "an integer from 1 to 2**63 - 1")
-_POSITIVE = _Range(math.ulp(0), _FLOAT.high, "positive and finite")
-_SHARE = _Range(0, 1, "from 0 to 1")
-_POSITIVE_SHARE = _Range(math.ulp(0), 1, "greater than 0 and at most 1")
-_DECAY = _Range(0, math.nextafter(1, 0), "at least 0 and less than 1")
-
-
-def _up_to(high: int, low: int = 0) -> _Range:
-    return _Range(low, high, f"from {low} to {high}")
-
-
-_TABLE: tuple[tuple[_Range, str], ...] = (
-    (_COUNT, """
-        --hidden-size --num-attention-heads --num-query-groups --ffn-hidden-size --kv-channels
-        --seq-length --encoder-seq-length --decoder-seq-length --max-position-embeddings
-        --vocab-size --padded-vocab-size --make-vocab-size-divisible-by --rotary-base
-        --rotary-seq-len-interpolation-factor --relative-attention-num-buckets
-        --relative-attention-max-distance --yarn-original-max-position-embeddings
-        --kv-lora-rank --q-lora-rank --qk-head-dim --v-head-dim --mup-base-hidden-size
-        --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
-        --linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads
-        --linear-num-value-heads --linear-value-head-dim
-        --dsa-indexer-head-dim --dsa-indexer-n-heads --dsa-indexer-topk --dsa-indexer-topk-freq
-        --moe-ffn-hidden-size --moe-latent-size --moe-router-topk --moe-upcycling-granularity
-        --micro-batch-size --global-batch-size --eval-micro-batch-size --eval-global-batch-size
-        --lr-decay-iters --lr-decay-samples
-        --log-interval --eval-interval --tensorboard-log-interval --log-memory-interval
-        --adlr-autoresume-interval --save-keep-last --fp8-amax-history-len
-        --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
-        --expert-model-parallel-size --expert-tensor-parallel-size
-        --hierarchical-context-parallel-sizes --num-distributed-optimizer-instances
-        --tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards
-        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
-        --microbatch-group-size-per-virtual-pipeline-stage --ddp-num-buckets
-    """),
-    (_up_to(_MOST_LAYERS, 1), "--num-layers --encoder-num-layers --decoder-num-layers"),
-    (_up_to(_MOST_LAYERS), "--mtp-num-layers"),
-    (_up_to(_MOST_PROCESSES, 1), "--dist-ckpt-workers --num-dataset-builder-threads"),
-    (_up_to(_MOST_PROCESSES), "--num-workers --logits-load-decode-threads"),
-    (_up_to(1_000_000, 1), "--world-size"),
-    (_up_to(_LARGEST_SEED, 1), "--seed"),
-    (_up_to(65535), "--straggler-ctrlr-port --inference-coordinator-port"),
-    (_up_to(_MOST_MINUTES, 1), "--distributed-timeout-minutes"),
-    (_up_to(60 * _MOST_MINUTES, 1), "--distributed-timeout-seconds-after-init"),
-    (_POSITIVE, "--mxnorm-p --rope-scaling-factor --rotary-scaling-factor --mup-base-head-dim"),
-    (_SHARE, """
-        --hidden-dropout --attention-dropout --lr-warmup-fraction --fim-rate --fim-spm-rate
-        --fim-fragment-rate --short-seq-prob --mask-prob --query-in-block-prob --sample-rate
-        --optimizer-offload-fraction --activation-offload-fraction --rl-default-top-p
-    """),
-    (_POSITIVE_SHARE, "--rotary-percent --logits-save-top-p"),
-    (_DECAY, """
-        --adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --moe-router-quantile-balancing-ema
-    """),
+_FLOAT = _Range(0, _HUGE, "finite and not negative")
+_RULES = (
     # Negative values mean no evaluation, no torchrun, no token, off, automatic, a niceness, or all
     # tokens.
-    (_ANY_INT, """
-        --eval-iters --local-rank --null-tokenizer-pad-id --null-tokenizer-eod-id
-        --inference-batch-times-seqlen-threshold --inference-dynamic-batching-num-cuda-graphs
-        --async-ckpt-cpu-priority --rl-default-top-k
-        --fp8-margin --delta-offload-bytes-across-pp-ranks --dsa-indexer-skip-topk-offset
-    """),
+    (r"eval-iters|local-rank|null-tokenizer-...-id|inference-batch-times-.*|.*-num-cuda-graphs"
+     r"|async-ckpt-cpu-priority|rl-default-top-k|fp8-margin|delta-offload-.*|.*-topk-offset",
+     _Range(-_LARGEST, _LARGEST, "an integer of 64 bits")),
     # Negative values mean no limit or another method, or are ordinary numbers.
-    (_ANY_FLOAT, """
-        --moe-expert-capacity-factor --moe-router-force-biased
-        --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-buffer-size-factor-cpu
-        --glu-linear-offset --mup-attn-scale-power --grpo-entropy-term-weight --grpo-kl-beta
-    """),
+    (r".*expert-capacity-factor|.*-force-biased|.*-buffer-size-factor-.*|glu-linear-offset"
+     r"|.*-attn-scale-power|grpo-entropy-.*|grpo-kl-beta", _Range(-_HUGE, _HUGE, "finite")),
+    (r"((en|de)coder-)?num-layers", _up_to(_MOST_LAYERS, 1)),
+    (r"mtp-num-layers", _up_to(_MOST_LAYERS)),
+    (r"dist-ckpt-workers|num-dataset-builder-threads", _up_to(_MOST_PROCESSES, 1)),
+    (r"num-workers|.*-decode-threads", _up_to(_MOST_PROCESSES)),
+    (r"world-size", _up_to(1_000_000, 1)),
+    (r"seed", _up_to(_LARGEST_SEED, 1)),
+    (r".*-port", _up_to(65535)),
+    (r"distributed-timeout-minutes", _up_to(_MOST_MINUTES, 1)),
+    (r"distributed-timeout-seconds-.*", _up_to(60 * _MOST_MINUTES, 1)),
+    (r"mxnorm-p|(rope|rotary)-scaling-factor|mup-base-head-dim",
+     _Range(_TINY, _HUGE, "positive and finite")),
+    (r"rotary-percent|logits-save-top-p", _Range(_TINY, 1, "greater than 0 and at most 1")),
+    (r".*-(dropout|fraction|prob|top-p)|fim-.*rate|sample-rate", _Range(0, 1, "from 0 to 1")),
+    (r"(adam|lion)-beta.|.*-ema", _Range(0, math.nextafter(1, 0), "at least 0 and less than 1")),
+    # Sizes and counts that Megatron-LM divides by.
+    (r".*(hidden|vocab|micro-batch|global-batch|latent|parallel)-sizes?|.*-divisible-by"
+     r"|(?!qk-pos|biencoder|mscale).*-(heads|channels|length|len|dim|lora-rank|embeddings|num-buckets"
+     r"|distance|base|shards|instances|granularity|interpolation-factor|virtual-pipeline-stage"
+     r"|per-pipeline-rank)|.*query-groups|mamba-num-groups|moe-router-topk|.*-indexer-topk(-freq)?"
+     r"|(eval|(tensorboard-)?log|log-memory|adlr-autoresume)-interval|lr-decay-(iters|samples)"
+     r"|save-keep-last", _Range(1, _LARGEST, "an integer from 1 to 2**63 - 1")),
 )  # fmt: skip
-RANGES: dict[str, _Range] = {flag: row for row, flags in _TABLE for flag in flags.split()}
-"""Ranges of the arguments that have none of the default ranges, by flag."""
+"""Ranges by patterns of arguments' names; the first pattern that fits the whole name counts."""
 
 _OUTPUT_FOLDERS = (
     "--save", "--data-cache-path", "--non-persistent-global-ckpt-dir",
@@ -163,6 +127,13 @@ def _size(node: ast.AST) -> int:
     raise ValueError("no list of integers")
 
 
+def range_of(action: argparse.Action) -> _Range:
+    """Return the range of numbers that an argument of a parser accepts."""
+    name = action.option_strings[0].removeprefix("--")
+    default = _INT if action.type is int else _FLOAT
+    return next((bounds for names, bounds in _RULES if re.fullmatch(names, name)), default)
+
+
 def check_values(parser: argparse.ArgumentParser, args: Namespace, words: CommandLine) -> None:
     """Check all numbers on the command line, and patterns that could become too long.
 
@@ -172,11 +143,11 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
     destinations = words.destinations()
     for action in parser._actions:
         if action.dest in destinations and action.type in (int, float):
-            value = getattr(args, action.dest)
+            value, bounds = getattr(args, action.dest), range_of(action)
             for number in value if isinstance(value, list) else [value]:
                 require(
-                    number is None or in_range(action, number),
-                    f"{action.option_strings[0]} {number}: must be {_bounds(action).words}",
+                    number is None or bounds.low <= number <= bounds.high,
+                    f"{action.option_strings[0]} {number}: must be {bounds.words}",
                 )
     _check_split(args.split)
     _check_attention(args)
@@ -185,16 +156,6 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
         args.recompute_num_layers != 0 or args.recompute_method != "uniform",
         "--recompute-num-layers 0: must be at least 1 with --recompute-method uniform",
     )
-
-
-def in_range(action: argparse.Action, number: float) -> bool:
-    """Return True if an argument of a parser accepts a number."""
-    bounds = _bounds(action)
-    return bounds.low <= number <= bounds.high
-
-
-def _bounds(action: argparse.Action) -> _Range:
-    return RANGES.get(action.option_strings[0], _INT if action.type is int else _FLOAT)
 
 
 def _check_attention(args: Namespace) -> None:

@@ -7,9 +7,8 @@ own import, so that this package has to be imported first.
 - ``torch_patches``: "cuda" as a device means the CPU, for callers in megatron only. Functions of
   ``torch.cuda`` that move tensors or synchronize do nothing, for all callers.
 - ``megatron_patches``: collectives of unequal parts, which gloo lacks; functions without
-  ``torch.compile``; empty modules in place of Triton kernels.
-- ``random_state``: megatron's CUDA random states in torch's CPU generator.
-- ``te_interfaces``: torch's Adam and norms with the interfaces of Transformer Engine's.
+  ``torch.compile``; empty modules in place of Triton kernels; CUDA random states in torch's CPU
+  generator; torch's Adam and norms with the interfaces of Transformer Engine's.
 """
 
 import sys
@@ -24,8 +23,11 @@ from megatron_lowbit.cpu_runtime.torch_patches import patch_torch
 _NOT_INSTALLED = ("Transformer Engine and Apex", "Apex is not", "Only transformer-engine")
 """Beginnings of megatron's warnings that packages for GPUs are not installed."""
 
+if sys.version_info < (3, 12):
+    from typing_extensions import override
 
-def _install() -> None:
+    typing.override = override  # type: ignore[attr-defined]
+if not torch.cuda.is_available():
     if "megatron.core" in sys.modules:
         raise ImportError(
             "megatron.core was imported too early: on a machine without CUDA, import "
@@ -38,11 +40,3 @@ def _install() -> None:
         megatron_patches.add_missing_triton_modules()
         megatron_patches.import_without_compiler()
         megatron_patches.patch_megatron()
-
-
-if sys.version_info < (3, 12):
-    from typing_extensions import override
-
-    typing.override = override  # type: ignore[attr-defined]
-if not torch.cuda.is_available():
-    _install()

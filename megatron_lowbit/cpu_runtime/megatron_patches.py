@@ -1,15 +1,21 @@
-"""Replacements of functions of megatron that need CUDA, NCCL, Transformer Engine or Triton."""
+"""Replacements of what needs CUDA, NCCL, Transformer Engine or Triton in Megatron-LM.
 
+On a GPU, megatron's random states are those of the CUDA generator, and the seed of the CPU
+generator is the key of the microbatch (random_key.py). Without CUDA, one generator holds both:
+megatron may then change the numbers that it draws next, but not ``torch.initial_seed()``.
+"""
+
+import contextlib
+import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-
-from megatron_lowbit.cpu_runtime.random_state import patch_random_states, with_own_generator
-from megatron_lowbit.cpu_runtime.te_interfaces import GroupStepAdam, build_norm
+import torch.nn.functional as F
+from torch import Tensor
 
 _TRITON_KERNELS = {
     "megatron.core.transformer.moe.ops.paged_stash":
@@ -25,10 +31,8 @@ def add_missing_triton_modules() -> None:
     if importlib.util.find_spec("triton") is not None:
         return
     for name, kernels in _TRITON_KERNELS.items():
-        module = types.ModuleType(name)
-        for kernel in kernels.split():
-            setattr(module, kernel, None)
-        sys.modules[name] = module
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(dict.fromkeys(kernels.split()))
 
 
 def import_without_compiler() -> None:
@@ -57,13 +61,15 @@ def patch_megatron() -> None:
     initialize._warmup_jit_function = lambda *_, **__: None
     loaders = training.build_pretraining_data_loader
     training.build_pretraining_data_loader = with_own_generator(loaders)
-    patch_random_states(random)
+    _patch_random_states(random)
     optimizer.USING_PYTORCH_OPTIMIZER = False
     optimizer.Adam = distrib_optimizer.Adam = GroupStepAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     # With FP32 parameters it copies into tensors that require gradients; see upstream-notes.md.
-    name, kind = "load_parameter_state_from_dp_reshardable", distrib_optimizer.DistributedOptimizer
-    setattr(kind, name, torch.no_grad()(getattr(kind, name)))
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    optimizer_class.load_parameter_state_from_dp_reshardable = torch.no_grad()(
+        optimizer_class.load_parameter_state_from_dp_reshardable
+    )
     for norm in (torch_norm.WrappedTorchNorm, fused_layer_norm.FusedLayerNorm):  # torch's, Apex's
         norm.__new__ = staticmethod(build_norm)
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
@@ -82,7 +88,7 @@ def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 def _with_uneven_parts(collective: Callable[..., Any], uneven: Callable[..., Any]) -> Any:
     """Wrap megatron's collective along the first axis, since gloo supports only equal parts."""
 
-    def call(x: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> Any:
+    def call(x: Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> Any:
         if sizes is None or group.size() == 1:
             return collective(x, group, sizes, *rest)
         return uneven(x.contiguous(), group, [int(size) for size in sizes])
@@ -90,7 +96,7 @@ def _with_uneven_parts(collective: Callable[..., Any], uneven: Callable[..., Any
     return call
 
 
-def _gather_uneven(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+def _gather_uneven(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """Gather every rank's part (its size, ...) into one tensor (sum of sizes, ...)."""
     ranks = group.size()
     gathered = x.new_empty((sum(sizes), *x.shape[1:]))
@@ -99,9 +105,165 @@ def _gather_uneven(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tenso
     return gathered
 
 
-def _reduce_scatter_uneven(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+def _reduce_scatter_uneven(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """Sum the ranks' tensors (sum of sizes, ...) and return this rank's part of the sum."""
-    ranks, own = group.size(), sizes[group.rank()]
-    parts = x.new_empty((ranks * own, *x.shape[1:]))
-    torch.distributed.all_to_all_single(parts, x, [own] * ranks, sizes, group=group)
-    return parts.unflatten(0, (ranks, own)).sum(dim=0)
+    ranks, rows = group.size(), sizes[group.rank()]
+    parts = x.new_empty((ranks * rows, *x.shape[1:]))
+    torch.distributed.all_to_all_single(parts, x, [rows] * ranks, sizes, group=group)
+    return parts.unflatten(0, (ranks, rows)).sum(dim=0)
+
+
+# -- random states ---------------------------------------------------------------------------------
+
+
+def with_seed(state: Tensor, seed: int) -> Tensor:
+    """Return a state that draws the same numbers, but has another ``torch.initial_seed()``.
+
+    Args:
+        state: state as returned by ``torch.get_rng_state()``.
+        seed: from 0 to 2**64 - 1.
+    """
+    state = state.clone()
+    # torch stores the seed before the state of the Mersenne twister.
+    state[:8] = torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)
+    return state
+
+
+def _set_draws(state: Tensor) -> None:
+    """Set the numbers that the CPU generator draws next, without its ``torch.initial_seed()``."""
+    torch.set_rng_state(with_seed(state, torch.initial_seed()))
+
+
+def _patch_random_states(random: types.ModuleType) -> None:
+    """Make ``megatron.core.tensor_parallel.random`` use torch's default CPU generator."""
+
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[name-defined, misc]
+        """megatron's tracker of named random states, with the CPU generator."""
+
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            """Draw from the named state inside the context; restore the outer state on exit."""
+            outer_name, outer_state = self._current_state_name, torch.get_rng_state()
+            # Forks may be nested, and an inner fork may use the outer one's name.
+            if outer_name in self.states_:
+                self.states_[outer_name] = outer_state
+            _set_draws(self.states_[name])
+            self._current_state_name = name
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                _set_draws(self.states_.get(outer_name, outer_state))
+                self._current_state_name = outer_name
+
+    random.CudaRNGStatesTracker = CpuRNGStatesTracker  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)  # type: ignore[attr-defined]
+
+
+def with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap megatron's function that builds data loaders to give each loader its own generator.
+
+    A loader draws a number whenever an iteration over it begins, as after a resumption. From the
+    default generator, this would change the numbers of dropout.
+    """
+
+    @functools.wraps(build)
+    def build_loader(*args: Any, **kwargs: Any) -> Any:
+        loader = build(*args, **kwargs)
+        if loader is not None:
+            loader.generator = torch.Generator()
+        return loader
+
+    return build_loader
+
+
+# -- Transformer Engine's interfaces ---------------------------------------------------------------
+
+
+class GroupStepAdam(torch.optim.Adam):
+    """Adam that counts steps in its parameter groups, like Transformer Engine's.
+
+    Megatron-LM trains with torch's own Adam, but cannot load checkpoints of a distributed optimizer
+    with it, because a new torch Adam has no ``step``.
+
+    Args:
+        params: parameters or parameter groups.
+        adam_w_mode: decouple weight decay, as AdamW does.
+        capturable: ignored; only CUDA graphs need it.
+        **settings: further arguments of torch's Adam.
+    """
+
+    def __init__(
+        self, params: Any, adam_w_mode: bool = True, capturable: bool = False, **settings: Any
+    ) -> None:
+        super().__init__(params, decoupled_weight_decay=adam_w_mode, **settings)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set a loaded state; torch's Adam would look for each parameter's ``step``."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update the parameters by torch's Adam."""
+        if closure is not None:
+            raise ValueError("closure: not supported, as in Transformer Engine's Adam")
+        stepping = []
+        for group in self.param_groups:
+            # A checkpoint may hold it as a tensor.
+            steps = int(group.get("step", 0))
+            group["step"] = steps + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] = torch.tensor(float(steps))
+                stepping.append(state)
+        super().step()
+        for state in stepping:
+            del state["step"]
+
+
+class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm with gain 1 + weight (``--apply-layernorm-1p``)."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm with gain 1 + weight (``--apply-layernorm-1p``)."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+_NORMS = {
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("LayerNorm", True): ZeroCenteredLayerNorm,
+    ("RMSNorm", False): torch.nn.RMSNorm,
+    ("RMSNorm", True): ZeroCenteredRMSNorm,
+}
+
+
+def build_norm(
+    _: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any
+) -> torch.nn.Module:
+    """Build a norm, as the constructor of Megatron-LM's norms.
+
+    The attribute ``sequence_parallel`` of the parameters makes Megatron-LM sum their gradients over
+    the tensor-parallel group.
+    """
+    norm = _NORMS[config.normalization, config.layernorm_zero_centered_gamma](hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm

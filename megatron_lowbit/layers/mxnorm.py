@@ -26,7 +26,7 @@ from megatron_lowbit.layers.sharding import Shards, gather_rows
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import LinearPrecision, Recipe
-from megatron_lowbit.recipes.mxnorm import norm_block
+from megatron_lowbit.recipes.recipe import norm_block
 
 
 class _MXNormLinear(torch.autograd.Function):

@@ -9,7 +9,7 @@ are, so that dropout is the same with recipes and without.
 import torch
 from megatron.core import parallel_state
 
-from megatron_lowbit.cpu_runtime.random_state import with_seed
+from megatron_lowbit.cpu_runtime.megatron_patches import with_seed
 from megatron_lowbit.numerics import randomness
 
 

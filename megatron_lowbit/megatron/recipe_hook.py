@@ -52,7 +52,6 @@ from megatron_lowbit.megatron.specs import change_specs
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
-from megatron_lowbit.recipes.mxnorm import check_mxnorm
 
 
 def use_recipe(model_config: Any, args: Namespace) -> None:
@@ -162,7 +161,7 @@ class RecipeHook:
         if self.args.quantized_param_gather:
             quantized_parameters.check_recipe(self.recipe, layers)
         if self.args.mxnorm:
-            check_mxnorm(self.recipe, layers, self.args.hidden_size)
+            self.recipe.check_mxnorm(layers, self.args.hidden_size)
 
     def show(
         self,

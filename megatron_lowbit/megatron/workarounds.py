@@ -131,7 +131,7 @@ def use_zero_centered_norms() -> None:
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_lowbit.cpu_runtime.te_interfaces import build_norm
+    from megatron_lowbit.cpu_runtime.megatron_patches import build_norm
 
     for norm in (WrappedTorchNorm, FusedLayerNorm):
         norm.__new__ = staticmethod(build_norm)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_lowbit.recipes.recipe import Progress as Progress
     from megatron_lowbit.recipes.recipe import Recipe as Recipe
     from megatron_lowbit.recipes.recipe import combine as combine
-    from megatron_lowbit.recipes.table import precision_table as precision_table
+    from megatron_lowbit.recipes.show import precision_table as precision_table
 
 __getattr__, __dir__, __all__ = lazy_attributes(
     __name__,
@@ -33,6 +33,6 @@ __getattr__, __dir__, __all__ = lazy_attributes(
         "matchers": ["Layer"],
         "precision": ["HIGH_PRECISION", "OPERANDS", "GemmPrecision", "LinearPrecision"],
         "recipe": ["Progress", "Recipe", "combine"],
-        "table": ["precision_table"],
+        "show": ["precision_table"],
     },
 )

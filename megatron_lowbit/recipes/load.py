@@ -1,6 +1,7 @@
 """Recipes by name or file, and single fields of them set from the command line."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -10,19 +11,11 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.errors import UserError, require, require_type
+from megatron_lowbit.errors import UserError, error_prefix, require, require_type
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, combine
-from megatron_lowbit.recipes.schema import (
-    PrecisionSpec,
-    RecipeSpec,
-    idle_fields,
-    leaves,
-    operand_keys,
-    parse_recipe,
-)
-from megatron_lowbit.recipes.strict_model import error_prefix
+from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, operand_keys, parse_recipe
 from megatron_lowbit.recipes.yaml_reader import has_control_characters, read_text, read_yaml
 
 MEGATRON_NAMES = {
@@ -32,16 +25,22 @@ MEGATRON_NAMES = {
 }
 """Megatron-LM's names of recipes where ours differ."""
 
+_FAMILY = "qat"
+"""The shipped file that holds several recipes, each by its name."""
+
 _GEMMS = {"forward": (Gemm.FPROP,), "backward": (Gemm.DGRAD, Gemm.WGRAD)}
 """GEMMs that each of two combined recipes gives."""
-_SIDES = tuple(_GEMMS)
 
 
+@cache
 def shipped_recipes() -> dict[str, Any]:
-    """Return the YAML files of the recipes that come with the package, by name."""
+    """Return the YAML files of the recipes that come with the package, by name; one has several."""
     folder = files("megatron_lowbit.recipes") / "shipped"
-    found = (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-    return {entry.name.removesuffix(".yaml"): entry for entry in sorted(found, key=str)}
+    yaml_files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    recipes = {file.name.removesuffix(".yaml"): file for file in yaml_files}
+    family = recipes.pop(_FAMILY)
+    recipes |= dict.fromkeys(read_yaml(family.read_text("utf-8")), family)
+    return {name: recipes[name] for name in sorted(recipes, key="{}.yaml".format)}
 
 
 def load_recipe(name_or_path: str | PathLike[str], overrides: str | Sequence[str] = ()) -> Recipe:
@@ -60,35 +59,52 @@ def load_recipe(name_or_path: str | PathLike[str], overrides: str | Sequence[str
     overrides = [overrides] if isinstance(overrides, str) else overrides
     for override in overrides:
         require_type("an override", override, str, "FIELD=VALUE")
-    raw, source = _read(fspath(name_or_path))
-    load_target = cache(_load_target)
-    recipe = _parse_file(raw, source, load_target)
-    if not overrides:
-        return recipe
-    changed = [(override, apply_override(raw, override)) for override in overrides]
-    recipe = parse_recipe(raw, source, load_target)
-    idle = idle_fields(raw)
-    for override, paths in changed:
-        reasons = [idle.get(leaf) for path in paths for leaf in _leaves_at(raw, path)]
-        if reasons and None not in reasons:
-            raise UserError(f"--recipe-set {override}: without effect, {reasons[0]}; remove it")
-    return recipe
+    return _load(fspath(name_or_path), overrides)[1]
 
 
 def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
-    """Load the recipe of a command line: one, or two of which the first gives fprop.
-
-    Args:
-        names: of :func:`load_recipe`, or forward and backward of :func:`load_combined`.
-        overrides: as theirs.
-
-    Raises:
-        UserError: as theirs.
-    """
+    """Load the recipe of a command line: one, or two as :func:`load_combined` takes them."""
     if len(names) == 1:
         return load_recipe(names[0], overrides)
     forward, backward = names
     return load_combined(forward, backward, overrides)
+
+
+def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Load two recipes as one: fprop of the first, dgrad and wgrad of the second.
+
+    Overrides start with ``forward.`` or ``backward.``, then go on as for :func:`load_recipe`.
+
+    Raises:
+        UserError: as :func:`load_recipe`; an override without its side, or of a GEMM that the other
+            recipe gives; recipes with switches.
+    """
+    names = (forward, backward)
+    recipes = []
+    for side, name, given in zip(_GEMMS, names, overrides_by_recipe(names, overrides), strict=True):
+        recipes.append(load_recipe(name, given))
+        for number, override in enumerate(given):
+            others = [*given[:number], *given[number + 1 :]]
+            if _is_idle(_GEMMS[side], recipes[-1], name, others):
+                raise UserError(
+                    f"--recipe-set {side}.{override}: without effect, the {side} recipe gives "
+                    f"{' and '.join(_GEMMS[side])} only; remove it"
+                )
+    return combine(*recipes)
+
+
+def _is_idle(gemms: Sequence[Gemm], recipe: Recipe, name: str, others: Sequence[str]) -> bool:
+    """Return True if a recipe differs from one with the other overrides only in unused GEMMs."""
+
+    def used(recipe: Recipe) -> tuple[Recipe, list[Any]]:
+        configs = [(key, [p.gemms[gemm] for gemm in gemms]) for key, p in recipe.configs.items()]
+        return replace(recipe, configs={}), configs
+
+    try:
+        plain = load_recipe(name, others)
+    except UserError:
+        return False  # the others need it
+    return plain != recipe and used(plain) == used(recipe)
 
 
 def load_precision(recipe: LinearPrecision | Recipe | str | PathLike[str]) -> LinearPrecision:
@@ -112,13 +128,13 @@ def load_precision(recipe: LinearPrecision | Recipe | str | PathLike[str]) -> Li
         f"recipe {recipe.name} changes during a run or is combined from two; a single layer has "
         "one precision: choose one of a recipe's configs",
     )
-    found = {name: config for name, config in recipe.configs.items() if config.quantized}
+    quantizing = {name: config for name, config in recipe.configs.items() if config.quantized}
     require(
-        len(found) <= 1,
+        len(quantizing) <= 1,
         f"recipe {recipe.name} has several precisions; choose one: "
-        + " or ".join(f"load_recipe({recipe.name!r}).configs[{name!r}]" for name in found),
+        + " or ".join(f"load_recipe({recipe.name!r}).configs[{name!r}]" for name in quantizing),
     )
-    return next(iter(found.values()), HIGH_PRECISION)
+    return next(iter(quantizing.values()), HIGH_PRECISION)
 
 
 @cache
@@ -128,11 +144,32 @@ def _precision_of_file(name_or_path: str) -> LinearPrecision:
 
 def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the raw YAML data of a recipe, checked. Arguments and errors: :func:`load_recipe`."""
-    load_recipe(name_or_path, overrides)
-    raw: dict[str, Any] = _read(name_or_path)[0]
-    for override in overrides:
-        apply_override(raw, override)
-    return raw
+    return _load(name_or_path, overrides)[0]
+
+
+def keep_in_high_precision(name_or_path: str, paths: Sequence[str]) -> dict[str, Any]:
+    """Return a recipe's raw YAML data with only the linear layers ``paths`` in high precision."""
+    raw = read_recipe(name_or_path)
+    configs = {name: config for name, config in raw["configs"].items() if config}
+    matchers = {name: m for name, m in raw["matchers"].items() if m["config"] in configs}
+    if paths:
+        configs["high"] = {}
+        pattern = f"^({'|'.join(map(re.escape, paths))})$"
+        first = {"type": "regex", "pattern": pattern, "config": "high", "enabled": True}
+        matchers = {"sensitive": first, **matchers}
+    return {**raw, "configs": configs, "matchers": matchers}
+
+
+def most_sensitive(
+    scores: Mapping[str, float], sizes: Mapping[str, int], share: float
+) -> list[str]:
+    """Return the layers with the largest scores, as far as they fit into a share of all weights."""
+    left, chosen = share * sum(sizes.values()), []
+    for path in sorted(scores, key=lambda path: -scores[path]):
+        if sizes[path] <= left:
+            chosen.append(path)
+            left -= sizes[path]
+    return chosen
 
 
 def bf16_blocks(
@@ -149,10 +186,12 @@ def bf16_blocks(
     Returns:
         None where a preset's numbers do not apply: a recipe keeps no blocks, or a number of them.
     """
-    raw = read_recipe(name)
+    raw, recipe = _load(name)
     if not any(raw["configs"].values()):
         return ()
-    if of_preset and not _keeps_shares(load_recipe(name)):
+    matcher = recipe.matchers.get("bf16_blocks")
+    extents = (getattr(matcher, end, None) for end in ("first", "last"))
+    if of_preset and not any(isinstance(extent, Fraction) for extent in extents):
         return None
     has_matcher = "bf16_blocks" in raw["matchers"]
     if first == last == 0:
@@ -163,79 +202,23 @@ def bf16_blocks(
     return ("configs.bf16={}", f"matchers.bf16_blocks={blocks}")
 
 
-def _keeps_shares(recipe: Recipe) -> bool:
-    matcher = recipe.matchers.get("bf16_blocks")
-    extents = (getattr(matcher, end, None) for end in ("first", "last"))
-    return any(isinstance(extent, Fraction) for extent in extents)
-
-
 def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the overrides of one recipe, or of two, as :func:`load_recipes` takes them."""
     if len(sides) == 1:
         return sides[0]
-    named = zip(_SIDES, sides, strict=True)
+    named = zip(_GEMMS, sides, strict=True)
     return tuple(f"{side}.{override}" for side, overrides in named for override in overrides)
 
 
-def _load_target(name_or_path: str) -> Recipe:
-    """Load a recipe that a switch names. It has no switches, which could lead in a circle."""
-    return _parse_file(*_read(name_or_path), None)
-
-
-def _parse_file(raw: Any, source: str, load_target: Callable[[str], Recipe] | None) -> Recipe:
-    recipe = parse_recipe(raw, source, load_target)
-    for path, why in idle_fields(raw).items():
-        raise UserError(f"{source}: {'.'.join(path)}: without effect, {why}; remove it")
-    return recipe
-
-
-def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Load two recipes as one: fprop of the first, dgrad and wgrad of the second.
-
-    Overrides start with ``forward.`` or ``backward.``, then go on as for :func:`load_recipe`.
-
-    Raises:
-        UserError: as :func:`load_recipe`; an override without its side, or of a GEMM that the other
-            recipe gives; recipes with switches.
-    """
-    names = (forward, backward)
-    recipes = []
-    for side, name, given in zip(_SIDES, names, overrides_by_recipe(names, overrides), strict=True):
-        recipes.append(load_recipe(name, given))
-        for number, override in enumerate(given):
-            others = [*given[:number], *given[number + 1 :]]
-            if _is_idle(side, recipes[-1], name, others):
-                gemms = " and ".join(_GEMMS[side])
-                raise UserError(
-                    f"--recipe-set {side}.{override}: without effect, the {side} recipe gives "
-                    f"{gemms} only; remove it"
-                )
-    return combine(*recipes)
-
-
-def _is_idle(side: str, recipe: Recipe, name: str, others: Sequence[str]) -> bool:
-    """Return True if a recipe differs from one with the other overrides only in unused GEMMs."""
-    try:
-        plain = load_recipe(name, others)
-    except UserError:
-        return False  # the others need it
-
-    def used(one: Recipe) -> tuple[Recipe, list[Any]]:
-        configs = [(key, [p.gemms[g] for g in _GEMMS[side]]) for key, p in one.configs.items()]
-        return replace(one, configs={}), configs
-
-    return plain != recipe and used(plain) == used(recipe)
-
-
 def overrides_by_recipe(names: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each recipe of a command line: of one, or of forward and backward.
+    """Return the overrides of each recipe: the reverse of :func:`for_sides`.
 
     Raises:
         UserError: there are two recipes, and an override does not say for which of them it is.
     """
     if len(names) < 2:
         return [list(overrides) for _ in names]
-    sides: dict[str, list[str]] = {side: [] for side in _SIDES}
+    sides: dict[str, list[str]] = {side: [] for side in _GEMMS}
     for override in overrides:
         side, _, rest = override.partition(".")
         if side not in sides:
@@ -245,6 +228,38 @@ def overrides_by_recipe(names: Sequence[str], overrides: Sequence[str]) -> list[
             )
         sides[side].append(rest)
     return [*sides.values()]
+
+
+def _load(
+    name_or_path: str, overrides: Sequence[str] = (), is_target: bool = False
+) -> tuple[dict[str, Any], Recipe]:
+    """Load a recipe as raw YAML data and built; both with overrides.
+
+    ``is_target``: a switch names it. It has no switches, which could lead in a circle.
+    """
+    raw, source = _read(name_or_path)
+    load_target = None if is_target else cache(lambda name: _load(name, is_target=True)[1])
+    spec = parse_recipe(raw, source)
+    recipe = spec.build(source, load_target)
+    for path, why in spec.effects().items():
+        if why is not None:
+            raise UserError(f"{source}: {'.'.join(path)}: without effect, {why}; remove it")
+    if not overrides:
+        return raw, recipe
+    changed = [(override, apply_override(raw, override)) for override in overrides]
+    spec = parse_recipe(raw, source)
+    recipe = spec.build(source, load_target)
+    effects = spec.effects()
+    for override, paths in changed:
+        reasons = [
+            why
+            for path in paths
+            for leaf, why in effects.items()
+            if leaf[: len(path)] == path[: len(leaf)]
+        ]
+        if reasons and None not in reasons:
+            raise UserError(f"--recipe-set {override}: without effect, {reasons[0]}; remove it")
+    return raw, recipe
 
 
 def _read(name_or_path: str) -> tuple[Any, str]:
@@ -263,6 +278,8 @@ def _read(name_or_path: str) -> tuple[Any, str]:
     text = read_text(entry, f"recipe file {name_or_path}")
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
         raw = read_yaml(text)
+    if entry.name == f"{_FAMILY}.yaml" and name_or_path in raw:
+        return {"name": name_or_path} | raw[name_or_path], f"{name_or_path}.yaml"
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):
         # Files of formats lie beside the recipe, wherever the run starts.
         folder = entry.parent.absolute()
@@ -270,17 +287,7 @@ def _read(name_or_path: str) -> tuple[Any, str]:
     return raw, entry.name
 
 
-def _leaves_at(raw: dict[str, Any], path: list[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the fields of a config that a path holds, or is a part of."""
-    section, name, *rest = *path, "", ""
-    if section == "configs":
-        for leaf in leaves(raw["configs"].get(name, {})):
-            common = min(len(leaf), len(path) - 2)
-            if leaf[:common] == tuple(rest[:common]):
-                yield ("configs", name, *leaf)
-
-
-def apply_override(raw: dict[str, Any], override: str) -> list[list[str]]:
+def apply_override(raw: dict[str, Any], override: str) -> list[tuple[str, ...]]:
     """Set one field of a recipe's raw YAML data in place; return the paths that are set.
 
     ``grad.rounding=nearest`` (a role or a GEMM) sets the field in every config that quantizes;
@@ -299,7 +306,14 @@ def apply_override(raw: dict[str, Any], override: str) -> list[list[str]]:
         paths = _paths(raw, field)
         for path in paths:
             _set(raw, path, value)
-        _normalize_sections(raw)
+        # The next override must find the sections, and mappings in them.
+        for section in ("configs", "matchers", "switches"):
+            entries = raw.get(section, {})
+            _require_mapping(section, entries)
+            for name, entry in entries.items():
+                _require_mapping(f"{section}.{name}", {} if entry is None else entry)
+            if section != "configs":
+                raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
     raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
     return paths
 
@@ -317,45 +331,27 @@ def _field_and_value(override: str) -> tuple[str, Any]:
         raise ValueError(f"{text!r} is not a YAML value: {problem}") from None
 
 
-def _normalize_sections(raw: dict[str, Any]) -> None:
-    """Drop matchers and switches that are None.
-
-    Raises:
-        ValueError: the next override would not find the sections, or mappings in them.
-    """
-    for section in ("configs", "matchers", "switches"):
-        entries = raw.get(section, {})
-        if not isinstance(entries, dict):
-            raise ValueError(f"{section} must be a mapping")
-        for name, entry in entries.items():
-            if not isinstance(entry, dict | None):
-                raise ValueError(f"{section}.{name} must be a mapping")
-        if section != "configs":
-            raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
-
-
-def _paths(raw: dict[str, Any], field: str) -> list[list[str]]:
+def _paths(raw: dict[str, Any], field: str) -> list[tuple[str, ...]]:
     """Return every path in the raw data that a field stands for."""
-    path = field.split(".")
-    head = path[0]
-    if head == "formats":
+    path = tuple(field.split("."))
+    if path[0] == "formats":
         raise ValueError("formats are named in a recipe file alone")
-    if head in RecipeSpec.model_fields:
+    if path[0] in RecipeSpec.model_fields:
         return [path]
-    if head in raw["matchers"]:
-        return [["matchers", *path]]
-    if head not in PrecisionSpec.model_fields:
+    if path[0] in raw["matchers"]:
+        return [("matchers", *path)]
+    if path[0] not in PrecisionSpec.model_fields:
         good = [*PrecisionSpec.model_fields, *raw["matchers"], *RecipeSpec.model_fields]
-        near = get_close_matches(head, good)
-        raise ValueError(f"no field {head!r}; use {', '.join(near or good)}")
+        near = get_close_matches(path[0], good)
+        raise ValueError(f"no field {path[0]!r}; use {', '.join(near or good)}")
     quantizing = [name for name, config in raw["configs"].items() if config]
     if not quantizing:
         paths = ", ".join(f"configs.{name}.{field}" for name in raw["configs"])
         raise ValueError(f"no config of the recipe quantizes; name one: {paths}")
-    return [["configs", name, *path] for name in quantizing]
+    return [("configs", name, *path) for name in quantizing]
 
 
-def _set(data: dict[str, Any], path: list[str], value: Any) -> None:
+def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     *parents, last = path
     for key in parents:
         if key in GEMM_ROLES and data.get(key, {}) is None:
@@ -373,3 +369,7 @@ def _set(data: dict[str, Any], path: list[str], value: Any) -> None:
         for option in data.keys() - set(kept):
             del data[option]
     data[last] = value
+
+
+def _require_mapping(name: str, value: Any) -> None:
+    require(isinstance(value, dict), f"{name} must be a mapping")

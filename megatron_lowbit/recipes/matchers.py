@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from megatron_lowbit.recipes.strict_model import StrictModel
+from megatron_lowbit.recipes.yaml_reader import StrictModel
 
 KINDS = {"moe": "experts", "attention": "attention", "mamba": "mixer", "mlp": "mlp"}
 """Kinds of blocks, and the part of a module path that tells them; the first that fits."""
@@ -60,32 +60,20 @@ def count_blocks(extent: int | Fraction | None, num_blocks: int) -> int:
 
 
 class _Matcher(StrictModel):
-    """The fields of all matchers.
-
-    ``config`` is the name of the config that a matching layer gets; a matcher that is not
-    ``enabled`` is left out.
-    """
-
-    config: str
-    enabled: bool
+    config: str  # name of the config that a matching layer gets
+    enabled: bool  # otherwise the matcher is ignored
 
 
 class BlocksMatcher(_Matcher):
     """Matches layers by the position and the kind of their block.
 
     A layer must be in one of the places and of one of the kinds; what is not given does not count.
-
-    Attributes:
-        first: the first blocks of the model.
-        last: the last blocks of the model.
-        numbers: blocks by number, from 0; negative ones from the end (-1 is the last).
-        kinds: keys of ``KINDS``.
     """
 
     type: Literal["blocks"] = "blocks"
-    first: Extent | None = None
+    first: Extent | None = None  # blocks of the model
     last: Extent | None = None
-    numbers: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = None  # from 0; negative ones from the end (-1 is the last)
     kinds: tuple[Literal[tuple(KINDS)], ...] | None = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")
@@ -120,13 +108,10 @@ class GlobMatcher(_Matcher):
 
 @lru_cache(maxsize=256)
 def _path_expression(pattern: str) -> SchemaValidator:
-    """Compile a regular expression that paths are searched with.
+    """Compile a regular expression; ValueError for look-around, a backreference, or a large one.
 
     The engine is pydantic's, the regex crate of Rust. Its time is linear in the path's length and
     its compiled size is limited, where a pattern can keep Python's ``re`` busy for years.
-
-    Raises:
-        ValueError: no regular expression, look-around, a backreference, or too large.
     """
     try:
         return SchemaValidator(core_schema.str_schema(pattern=pattern))
@@ -138,16 +123,11 @@ def _path_expression(pattern: str) -> SchemaValidator:
         ) from None
 
 
-def _expression(pattern: str) -> str:
-    _path_expression(pattern)
-    return pattern
-
-
 class RegexMatcher(_Matcher):
     """Matches module paths by a regular expression, anywhere in the path."""
 
     type: Literal["regex"] = "regex"
-    pattern: Annotated[str, AfterValidator(_expression)]
+    pattern: Annotated[str, AfterValidator(lambda text: _path_expression(text) and text)]
 
     def matches(self, layer: Layer) -> bool:
         """Check whether the expression is found in the path."""

@@ -10,6 +10,9 @@ from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.recipes.matchers import BlocksMatcher, Layer, Matcher
 from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
 
+NORMALIZED = ("self_attention.linear_qkv", "mlp.linear_fc1")
+"""Ends of the paths of layers that MXNorm comes before."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -86,8 +89,8 @@ class Recipe:
 
     def matcher_names(self, layer: Layer) -> str:
         """Return the names of the matchers that decided about a layer; ``-`` for none."""
-        own = self.matcher_for(layer) or "-"
-        return own if self.backward is None else f"{own} / {self.backward.matcher_names(layer)}"
+        name = self.matcher_for(layer) or "-"
+        return name if self.backward is None else f"{name} / {self.backward.matcher_names(layer)}"
 
     def config_for(self, layer: Layer) -> str | None:
         """Return the name of a layer's config; None for one that no matcher matches."""
@@ -159,14 +162,68 @@ class Recipe:
                         f"recipe {self.name}: matcher {name} names block {number}, but the "
                         f"model's blocks are 0 to {blocks - 1}",
                     )
-            if not any(matcher.matches(layer) for layer in layers):
-                example = f"; a path looks like {layers[0].path}" if layers else ""
-                raise UserError(
-                    f"recipe {self.name}: matcher {name} matches none of the model's "
-                    f"{len(layers)} linear layers{example}"
-                )
+            example = f"; a path looks like {layers[0].path}" if layers else ""
+            require(
+                any(matcher.matches(layer) for layer in layers),
+                f"recipe {self.name}: matcher {name} matches none of the model's "
+                f"{len(layers)} linear layers{example}",
+            )
         for other in filter(None, [self.backward, *(switch.recipe for switch in self.switches)]):
             other.check_matchers(layers)
+
+    def check_mxnorm(self, layers: Sequence[Layer], hidden_size: int | None = None) -> None:
+        """Check every precision that a run gives the layers after MXNorm.
+
+        A layer has RMSNorm for as long as it is in high precision.
+
+        Raises:
+            UserError: one is quantized with no blocks that fit, or none is ever quantized.
+        """
+        normalized = [layer for layer in layers if layer.path.endswith(NORMALIZED)]
+        active = False
+        for switches, current in self.phases():
+            when = "".join(f" (switch {switch})" for switch in switches)
+            for layer in normalized:
+                precision = current.precision_for(layer)
+                if precision == HIGH_PRECISION:
+                    continue
+                active = True
+                try:
+                    block = norm_block(precision)
+                except ValueError as error:
+                    raise UserError(
+                        f"--normalization MXNorm: {layer.path}{when}: {error}, or a layer whose "
+                        "GEMMs are all in high precision"
+                    ) from None
+                require(
+                    hidden_size is None or hidden_size % block == 0,
+                    f"--normalization MXNorm: --hidden-size {hidden_size} is not a multiple of "
+                    f"{layer.path}'s block of {block}{when}",
+                )
+        require(
+            active or not normalized,
+            f"--normalization MXNorm: recipe {self.name} quantizes none of its layers",
+        )
+
+
+def norm_block(precision: LinearPrecision) -> int:
+    """Return the block size of fprop's input, whose absmaxes MXNorm uses.
+
+    Raises:
+        ValueError: that input is not quantized in blocks.
+    """
+    quantizer = precision.fprop.lhs
+    if quantizer is None or quantizer.format.block == 1:
+        state = "is not quantized" if quantizer is None else f"is {quantizer.format.name}"
+        raise ValueError(
+            f"fprop's input {state}: MXNorm needs one quantized in blocks, such as mxfp8-e4m3"
+        )
+    if precision.wgrad.uses_fprop:
+        key = "axis fprop" if precision.wgrad.rhs_of_fprop else "requantize"
+        raise ValueError(f"wgrad's input has {key}: MXNorm's is quantized anew, along tokens")
+    if precision.fprop.hadamard is not None:
+        raise ValueError("fprop has a hadamard: MXNorm needs the absmaxes of the input itself")
+    return quantizer.format.block
 
 
 def combine(forward: Recipe, backward: Recipe) -> Recipe:
@@ -183,21 +240,21 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
     decides = backward.backward or backward
     quantizes = any(config.fprop.quantized for config in forward.configs.values())
     gemms = [gemm for config in decides.configs.values() for gemm in config.gemms.values()]
-    if any(gemm.rhs_of_fprop or (gemm.requantizes_rhs and quantizes) for gemm in gemms):
-        raise UserError(
-            f"recipe {backward.name} has an operand with axis fprop or requantize, which takes the "
-            "values of its own fprop: it cannot be combined with the fprop of another"
-        )
-    if backward.oscillation:
-        raise UserError(
-            f"recipe {backward.name} has an oscillation: that is of weights as fprop quantizes them"
-        )
+    require(
+        not any(gemm.rhs_of_fprop or (gemm.requantizes_rhs and quantizes) for gemm in gemms),
+        f"recipe {backward.name} has an operand with axis fprop or requantize, which takes the "
+        "values of its own fprop: it cannot be combined with the fprop of another",
+    )
+    require(
+        not backward.oscillation,
+        f"recipe {backward.name} has an oscillation: that is of weights as fprop quantizes them",
+    )
     for recipe in (forward, backward):
-        if recipe.switches:
-            raise UserError(
-                f"recipe {recipe.name} has switches and cannot be combined with another: write "
-                "one recipe file, whose fprop, dgrad and wgrad say what each of them does"
-            )
+        require(
+            not recipe.switches,
+            f"recipe {recipe.name} has switches and cannot be combined with another: write "
+            "one recipe file, whose fprop, dgrad and wgrad say what each of them does",
+        )
     sides = (forward.name.partition("+")[0], backward.name.rpartition("+")[2])
     name = sides[0] if sides[0] == sides[1] else "+".join(sides)
     return replace(forward, name=name, backward=decides)

@@ -12,16 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, Field, ValidationError
 
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.json_files import Entries
+from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.recipes.load import overrides_by_recipe, read_recipe
 from megatron_lowbit.recipes.recipe import Recipe, combine
 from megatron_lowbit.recipes.schema import parse_recipe
-from megatron_lowbit.recipes.yaml_reader import read_yaml
+from megatron_lowbit.recipes.yaml_reader import first_error, read_yaml
 
 Record = dict[str, Any]
 _ABSENT = "nothing"
+
+
+class _Entries(BaseModel):
+    recipes: list[str] = Field(default_factory=list)
+    targets: dict[str, str] = Field(default_factory=dict)
+    format_files: dict[str, str] = Field(default_factory=dict)
+    megatron_lm: str = ""
 
 
 def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: str = "") -> Record:
@@ -36,7 +43,7 @@ def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: 
         UserError: a recipe does not exist or is wrong.
     """
     sides = overrides_by_recipe(names, overrides)
-    recipes = [read_recipe(name, own) for name, own in zip(names, sides, strict=True)]
+    recipes = [read_recipe(name, given) for name, given in zip(names, sides, strict=True)]
     switches = [switch for raw in recipes for switch in raw.get("switches", {}).values()]
     targets = {switch["to"]: read_recipe(switch["to"]) for switch in switches}
     files = {Path(f) for raw in (*recipes, *targets.values()) for f in raw.get("formats") or ()}
@@ -55,50 +62,42 @@ def digest(record: Record) -> str:
 
 def name_of(record: Record) -> str:
     """Return the names of a record's recipes, as in messages."""
-    names = [raw.get("name") for raw in _raw(record)]
+    names = [raw.get("name") for raw in _read(record)[0]]
     return f"recipe {'+'.join(map(str, names))}" if names else record["megatron_lm"] or "no recipe"
 
 
-def recipe_from(record: Record, place: str) -> Recipe:
-    """Return the recipe of a record that has one.
+def recipe_from(record: Record, source: str) -> Recipe:
+    """Return the recipe of a record that has one; raise UserError where its text is none.
 
     Files of formats are read again; see ``refuse_format_files`` for records of others.
-
-    Raises:
-        UserError: the record holds no recipe.
     """
-    return _recipe(_raw(record), _targets(record), place)
+    return _build(*_read(record), source)
 
 
-def checked(record: Any, place: str) -> Record:
-    """Return a record that a file holds; raise UserError that names the place if it is none."""
-    entries = Entries(record, place)
-    digests = {side: entries.inner(side) for side in ("targets", "format_files")}
-    known = {
-        "recipes": entries.strings("recipes"),
-        **{side: {name: inner.string(name) for name in inner} for side, inner in digests.items()},
-        "megatron_lm": entries.string("megatron_lm", ""),
-    }
+def checked(record: Any, source: str) -> Record:
+    """Return a record that a file holds; raise UserError that names the source if it is none."""
     try:
-        raws = [*_raw(known), *_targets(known).values()]
-    except ValueError as error:
-        raise UserError(f"{place}: {error}") from None
-    if not all(isinstance(raw, dict) for raw in raws):
-        raise UserError(f"{place}: holds no mapping")
+        known = _Entries.model_validate(record).model_dump()
+    except ValidationError as error:
+        raise UserError(f"{source}: {first_error(error)}") from None
+    with error_prefix(f"{source}: "):
+        recipes, targets = _read(known)
+    mappings = all(isinstance(raw, dict) for raw in (*recipes, *targets.values()))
+    require(mappings, f"{source}: holds no mapping")
     return known
 
 
-def difference(own: Record, saved: Record) -> str | None:
+def difference(current: Record, saved: Record) -> str | None:
     """Return what differs between two runs' records, as a part of a line; None for nothing.
 
     Names, descriptions, comments and defaults do not count.
     """
-    if _meaning(own) == _meaning(saved):
+    if _meaning(current) == _meaning(saved):
         return None
-    names = name_of(own), name_of(saved)
+    names = name_of(current), name_of(saved)
     if names[0] != names[1]:
         return f"{names[0]} instead of {names[1]}"
-    new, old = dict(_fields(own)), dict(_fields(saved))
+    new, old = dict(_fields(current)), dict(_fields(saved))
     changed = [key for key in {**new, **old} if new.get(key, _ABSENT) != old.get(key, _ABSENT)]
     if not changed:
         return f"{names[0]} with another order of matchers"
@@ -108,47 +107,45 @@ def difference(own: Record, saved: Record) -> str | None:
     return f"{names[0]} with {first} {' instead of '.join(values)}{others}"
 
 
-def _raw(record: Record) -> list[dict[str, Any]]:
-    return [read_yaml(text) for text in record["recipes"]]
+def _read(record: Record) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the raw data of the recipes, and of those that switches name."""
+    targets = {name: read_yaml(text) for name, text in record["targets"].items()}
+    return [read_yaml(text) for text in record["recipes"]], targets
 
 
-def _targets(record: Record) -> dict[str, dict[str, Any]]:
-    return {name: read_yaml(text) for name, text in record["targets"].items()}
-
-
-def _recipe(raws: list[dict[str, Any]], targets: dict[str, Any], place: str) -> Recipe:
+def _build(raws: list[dict[str, Any]], targets: dict[str, Any], source: str) -> Recipe:
     def load(name: str) -> Recipe:
-        return parse_recipe(targets.get(name), f"{place}: {name}", None)
+        target = f"{source}: {name}"
+        return parse_recipe(targets.get(name), target).build(target, None)
 
-    return combine(*(parse_recipe(raw, place, load) for raw in (raws[0], raws[-1])))
+    sides = (parse_recipe(raw, source).build(source, load) for raw in (raws[0], raws[-1]))
+    return combine(*sides)
 
 
 def _meaning(record: Record) -> tuple[Any, ...]:
     """Return what decides a run's numbers, to be compared; matchers count in their order."""
-    raws, targets = (
-        [raw | {"name": "", "description": "", "formats": []} for raw in found]
-        for found in (_raw(record), _targets(record).values())
-    )
-    named = dict(zip(record["targets"], targets, strict=True))
+    raws, targets = _read(record)
+    for raw in (*raws, *targets.values()):
+        raw.update(name="", description="", formats=[])
     try:
-        recipe = _recipe(raws, named, "recipe") if raws else None
+        recipe = _build(raws, targets, "recipe") if raws else None
     except UserError:
-        return "unknown", repr((raws, named))
+        return "unknown", repr((raws, targets))
     quantizes = recipe is not None and (
         recipe.oscillation or any(precision.quantized for precision in recipe.precisions())
     )
-    order = [list(raw.get("matchers", ())) for raw in (*raws, *targets)]
-    what = (recipe, order) if quantizes else None
-    return what, record["format_files"], record["megatron_lm"]
+    order = [list(raw.get("matchers", ())) for raw in (*raws, *targets.values())]
+    decides = (recipe, order) if quantizes else None
+    return decides, record["format_files"], record["megatron_lm"]
 
 
 def _fields(record: Record) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a record's recipes with their paths."""
-    raws = _raw(record)
+    raws, targets = _read(record)
     sides = ("forward.", "backward.") if len(raws) == 2 else ("",)
     for side, raw in zip(sides, raws, strict=True):
         yield from _leaves(raw, side)
-    for name, raw in _targets(record).items():
+    for name, raw in targets.items():
         yield from _leaves(raw, f"{name}: ")
     yield from _leaves(record["format_files"], "")
 

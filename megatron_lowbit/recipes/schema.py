@@ -2,12 +2,14 @@
 
 A config gives each role (``input``, ``weight``, ``grad``) a format and a rounding for all GEMMs,
 and each GEMM (``fprop``, ``dgrad``, ``wgrad``) what differs there: a Hadamard transform, or other
-settings of a role; ``fprop: null`` leaves a GEMM in high precision. ``switches`` say when another
-recipe takes over. ``formats`` are Python files that define formats.
+settings of a role; ``fprop: null`` leaves a GEMM in high precision. ``switches`` name recipes that
+take over. ``formats`` are Python files that define formats.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -21,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.numerics import (
     FORMATS,
     Accumulation,
@@ -37,13 +39,9 @@ from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.recipes.matchers import Matcher
 from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
-from megatron_lowbit.recipes.strict_model import (
-    StrictModel,
-    error_prefix,
-    fields_of,
-    first_error,
-    wrong_key,
-)
+from megatron_lowbit.recipes.yaml_reader import StrictModel, fields_of, first_error, wrong_key
+
+Path = tuple[str, ...]
 
 
 def _known_format(name: Any) -> str | None:
@@ -98,15 +96,11 @@ class OperandSpec(BaseModel):
         if other is None:
             return self
         changes = other.model_dump(exclude_unset=True)
-        own = self.model_dump(exclude_unset=True)
+        fields = self.model_dump(exclude_unset=True)
         if "format" in changes:
-            kept = () if other.format is None else operand_keys(other.format)
-            own = {name: v for name, v in own.items() if name in kept}
-        return OperandSpec(**own | changes)
-
-    def settings(self) -> tuple[Any, ...]:
-        """Return what the fields say, with the defaults of the format's options."""
-        return self.build(), self.rounding, self.axis, self.requantize, self.split_mean
+            shared = () if other.format is None else operand_keys(other.format)
+            fields = {name: value for name, value in fields.items() if name in shared}
+        return OperandSpec(**fields | changes)
 
 
 def _signs(data: Any) -> Any:
@@ -155,38 +149,61 @@ class PrecisionSpec(_RoleSettings):
         """Build the precision; a ValueError starts with the key that is wrong."""
         return LinearPrecision(**{gemm: self._gemm(gemm) for gemm in GEMM_ROLES})
 
-    def idle_fields(self) -> dict[tuple[str, ...], str]:
-        """Return the paths of fields that change nothing, such as amax_history of tiles, and why.
+    def effects(self) -> dict[Path, str | None]:
+        """Return each field's path, and the reason if it changes nothing, as amax_history of tiles.
 
-        A field that says what holds without it, as a default, is none of them.
+        None stands for an effect, and for a field that says what holds without it, as a default.
         """
-        given, idle = self.model_dump(exclude_unset=True), {}
-        computed, in_force = _computed(self.build()), self._in_force()
-        for path in leaves(given):
+        given = self.model_dump(exclude_unset=True)
+        precision, in_force = self.build(), self._in_force()
+        effects: dict[Path, str | None] = {}
+        for path in _leaves(given):
+            effects[path] = None
+            without = deepcopy(given)
+            del reduce(getitem, path[:-1], without)[path[-1]]
             try:
-                other = PrecisionSpec.model_validate(_without(given, path))
-                if _computed(other.build()) == computed and other._in_force() != in_force:
-                    idle[path] = _READERS.get(path[-1], "no GEMM of the config reads it")
+                other = PrecisionSpec.model_validate(without)
+                if other.build() == precision and other._in_force() != in_force:
+                    effects[path] = _READERS.get(path[-1], "no GEMM of the config reads it")
             except ValueError:
                 continue  # other fields need it
-        return idle
+        return effects
 
-    def _in_force(self) -> dict[str, Any]:
-        """Return what the fields say about each GEMM, whether its formats take notice or not."""
-        found: dict[str, Any] = {}
+    def _in_force(self) -> list[Any]:
+        """Return the settings of all GEMMs, whether their formats take notice or not."""
+        settings: list[Any] = [self.tensor_scale, self.amax_history]
         for name, roles in GEMM_ROLES.items():
             gemm: GemmSpec | None = getattr(self, name)
-            if gemm is None:
-                continue
-            for role in roles:
-                null = role in gemm.model_fields_set and getattr(gemm, role) is None
-                found[f"{name}.{role}"] = null or self._operand(gemm, role).settings()
-            for key in ("accumulation", "fallback"):
-                found[f"{name}.{key}"] = getattr(
-                    gemm if key in gemm.model_fields_set else self, key
-                )
-            found[f"{name}.folding"] = self.folding if gemm.folding is None else gemm.folding
-        return found | {"scales": (self.tensor_scale, self.amax_history)}
+            if gemm is not None:
+                operands = [self._operand(gemm, role) for role in roles]
+                settings.append((name, self._shared(gemm)))
+                settings += [
+                    (operand.build(), *(getattr(operand, key) for key in OperandSpec.model_fields))
+                    for operand in operands
+                ]
+        return settings
+
+    def _shared(self, gemm: GemmSpec) -> dict[str, Any]:
+        """Return the settings that a GEMM has from its config, unless it has its own."""
+        folding = self.folding if gemm.folding is None else gemm.folding
+        return {"folding": folding} | {
+            key: getattr(gemm if key in gemm.model_fields_set else self, key)
+            for key in ("accumulation", "fallback")
+        }
+
+    def _operand(self, gemm: GemmSpec, role: str) -> OperandSpec:
+        """Return a role's settings in a GEMM, where null stands for high precision."""
+        if role in gemm.model_fields_set and getattr(gemm, role) is None:
+            return OperandSpec()
+        return (getattr(self, role) or OperandSpec()).changed_by(getattr(gemm, role))
+
+    def _quantizer(self, name: Gemm, gemm: GemmSpec, role: str) -> Quantizer | None:
+        try:
+            return self._operand(gemm, role).build()
+        except ValueError as error:
+            option, change = str(error).partition(":")[0], getattr(gemm, role)
+            of_gemm = change is not None and option in change.model_fields_set
+            raise ValueError(f"{name}.{role}.{error}" if of_gemm else f"{role}.{error}") from None
 
     def _gemm(self, name: Gemm) -> GemmPrecision:
         gemm: GemmSpec | None = getattr(self, name)
@@ -204,39 +221,27 @@ class PrecisionSpec(_RoleSettings):
         if right.axis == "dgrad":
             raise ValueError(f"{roles[1]}.axis: dgrad is for grad; use own or fprop")
         lhs, rhs = (self._quantizer(name, gemm, role) for role in roles)
-        own = {key: getattr(gemm, key) for key in gemm.model_fields_set}
+        formats = [side.format for side in (lhs, rhs) if side]
         rhs_of_fprop = name != "fprop" and rhs is not None and right.axis == "fprop"
-        scaled_here = (lhs, None if rhs_of_fprop else rhs)
-        tensor_scaled = any(side and side.format.tensor_scaled for side in scaled_here)
+        tensor_scaled = any(format.tensor_scaled for format in formats)
+        makes_scale = any(
+            side and side.format.tensor_scaled for side in (lhs, None if rhs_of_fprop else rhs)
+        )
+        shared = self._shared(gemm)
         with error_prefix(f"{name}: "):
-            precision = GemmPrecision(
+            return GemmPrecision(
                 lhs,
                 rhs,
                 gemm.hadamard,
-                tensor_scale=self.tensor_scale,
-                delayed=self.amax_history if tensor_scaled else None,
-                accumulation=own.get("accumulation", self.accumulation),
-                folding=self.folding if gemm.folding is None else gemm.folding,
+                tensor_scale=self.tensor_scale if tensor_scaled else "shard",
+                delayed=self.amax_history if makes_scale else None,
+                accumulation=shared["accumulation"],
+                folding=shared["folding"] or not any(format.folds for format in formats),
                 rhs_of_fprop=rhs_of_fprop,
                 requantizes_rhs=name != "fprop" and rhs is not None and right.requantize,
                 lhs_of_dgrad=name == "wgrad" and lhs is not None and left.axis == "dgrad",
-                fallback=own.get("fallback", self.fallback) if lhs or rhs else None,
+                fallback=shared["fallback"] if formats else None,
             )
-        return precision
-
-    def _quantizer(self, name: Gemm, gemm: GemmSpec, role: str) -> Quantizer | None:
-        if role in gemm.model_fields_set and getattr(gemm, role) is None:
-            return None
-        try:
-            return self._operand(gemm, role).build()
-        except ValueError as error:
-            option, change = str(error).partition(":")[0], getattr(gemm, role)
-            of_gemm = change is not None and option in change.model_fields_set
-            raise ValueError(f"{name}.{role}.{error}" if of_gemm else f"{role}.{error}") from None
-
-    def _operand(self, gemm: GemmSpec, role: str) -> OperandSpec:
-        """Return a role's settings in a GEMM."""
-        return (getattr(self, role) or OperandSpec()).changed_by(getattr(gemm, role))
 
 
 _READERS = {
@@ -247,39 +252,14 @@ _READERS = {
 """Reasons why fields have no effect that only some formats read."""
 
 
-def _computed(precision: LinearPrecision) -> list[GemmPrecision]:
-    """Return the GEMMs with the defaults of fields that their formats do not read."""
-    return [
-        replace(
-            gemm,
-            tensor_scale=gemm.tensor_scale if _any(gemm, "tensor_scaled") else "shard",
-            folding=gemm.folding or not _any(gemm, "folds"),
-        )
-        for gemm in precision.gemms.values()
-    ]
-
-
-def _any(gemm: GemmPrecision, attribute: str) -> bool:
-    return any(side is not None and getattr(side.format, attribute) for side in gemm.sides)
-
-
-def leaves(settings: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _leaves(settings: dict[str, Any], path: Path = ()) -> Iterator[Path]:
     """Yield the paths of a config's fields: those of roles and of GEMMs each, others as a whole."""
     for key, value in settings.items():
         is_section = key in GEMM_ROLES or key in _RoleSettings.model_fields
         if is_section and isinstance(value, dict):
-            yield from leaves(value, (*path, key))
+            yield from _leaves(value, (*path, key))
         else:
             yield (*path, key)
-
-
-def _without(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Copy a config without the field at a path."""
-    key, *rest = path
-    changed = {name: value for name, value in settings.items() if rest or name != key}
-    if rest:
-        changed[key] = _without(settings[key], tuple(rest))
-    return changed
 
 
 class SwitchSpec(StrictModel):
@@ -321,65 +301,65 @@ class RecipeSpec(StrictModel):
     switches: Annotated[dict[str, SwitchSpec], Field(max_length=16, default_factory=dict)]
     oscillation: Annotated[OscillationReset, fields_of(OscillationReset)] | None = None
 
+    def effects(self) -> dict[Path, str | None]:
+        """Return the :meth:`PrecisionSpec.effects` of all configs."""
+        return {
+            ("configs", name, *path): why
+            for name, config in self.configs.items()
+            for path, why in config.effects().items()
+        }
 
-def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) -> Recipe:
-    """Check a recipe's raw YAML data and build it.
+    def build(self, source: str, load: Callable[[str], Recipe] | None) -> Recipe:
+        """Build the recipe.
 
-    Args:
-        raw: what the YAML holds.
-        source: the file's name, for messages.
-        load: gives the recipe that a switch names; None where no switch is allowed.
+        Args:
+            source: the file's name, for messages.
+            load: gives the recipe that a switch names; None where no switch is allowed.
 
-    Raises:
-        UserError: the first thing wrong, by its key, and what would be right.
-    """
-    try:
-        spec = RecipeSpec.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(f"{source}: {first_error(error)}") from None
-    configs = {}
-    for name, config in spec.configs.items():
-        with error_prefix(f"{source}: configs.{name}."):
-            configs[name] = config.build()
-    matchers = {name: matcher for name, matcher in spec.matchers.items() if matcher.enabled}
-    for name, matcher in matchers.items():
-        require(
-            matcher.config in configs,
-            f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
-            f"use one of {', '.join(configs)}",
-        )
-    switches = []
-    for name, switch in spec.switches.items():
-        if switch.enabled:
+        Raises:
+            UserError: the first thing wrong, by its key, and what would be right.
+        """
+        configs = {}
+        for name, config in self.configs.items():
+            with error_prefix(f"{source}: configs.{name}."):
+                configs[name] = config.build()
+        matchers = {name: matcher for name, matcher in self.matchers.items() if matcher.enabled}
+        for name, matcher in matchers.items():
+            require(
+                matcher.config in configs,
+                f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
+                f"use one of {', '.join(configs)}",
+            )
+        switches = []
+        for name, switch in self.switches.items():
+            if not switch.enabled:
+                continue
             if load is None:
-                raise UserError(f"recipe {spec.name} has switches of its own; name one without")
+                raise UserError(f"recipe {self.name} has switches of its own; name one without")
             with error_prefix(f"{source}: switches.{name}.to: "):
                 target = load(switch.to)
                 if target.oscillation:
                     raise ValueError(f"recipe {target.name} has an oscillation; name one without")
             switches.append(Switch(name, *switch.point, switch.part, target))
-    if spec.oscillation is not None:
-        for name, precision in configs.items():
+        for name, precision in configs.items() if self.oscillation else ():
             with error_prefix(f"{source}: oscillation: configs.{name}: "):
                 _check_oscillates(precision)
-    return Recipe(
-        spec.name,
-        spec.description,
-        configs,
-        matchers,
-        tuple(switches),
-        oscillation=spec.oscillation,
-    )
+        return Recipe(
+            self.name,
+            self.description,
+            configs,
+            matchers,
+            tuple(switches),
+            oscillation=self.oscillation,
+        )
 
 
-def idle_fields(raw: Any) -> dict[tuple[str, ...], str]:
-    """Return the paths of fields of a valid recipe's configs that change nothing, and why."""
-    configs = RecipeSpec.model_validate(raw).configs
-    return {
-        ("configs", name, *path): why
-        for name, config in configs.items()
-        for path, why in config.idle_fields().items()
-    }
+def parse_recipe(raw: Any, source: str) -> RecipeSpec:
+    """Check the fields of a recipe's raw YAML data; raise UserError that names the first wrong."""
+    try:
+        return RecipeSpec.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{source}: {first_error(error)}") from None
 
 
 def _check_oscillates(precision: LinearPrecision) -> None:

@@ -1,17 +1,27 @@
-"""Tables of the recipes, and of what one does to a model."""
+"""Tables of the recipes, and of a recipe's effect on a model: equal linear layers share a row."""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
+from rich.box import HORIZONTALS
 from rich.table import Table
 
 from megatron_lowbit.console import print_report
 from megatron_lowbit.errors import require
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.recipes import load
 from megatron_lowbit.recipes.matchers import Layer
-from megatron_lowbit.recipes.mxnorm import check_mxnorm
-from megatron_lowbit.recipes.table import line_table, mean_bits, precision_table
+from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision, side
+from megatron_lowbit.recipes.recipe import NORMALIZED, Recipe
+
+HIGH_PRECISION_BITS = 16.0
+_COLUMNS = ("GEMM", "operand", "format", "bits")
+_LAYERS_WIDTH = 16  # columns at least, where a narrow terminal cannot hold all
 
 _MOST_LAYERS = 400
 _BLOCKS = {
@@ -62,12 +72,12 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
     recipe.check_matchers(layers)
     mxnorm = shape.normalization == "MXNorm"
     if mxnorm:
-        check_mxnorm(recipe, layers)
+        recipe.check_mxnorm(layers)
     make_table = precision_table if sys.stdout.isatty() else line_table
     print_report(
         recipe.summary(layers),
         make_table(recipe, layers, mxnorm),
-        mean_bits(recipe, layers),
+        _mean_bits(recipe, layers),
         *(f"switch {switch}" for switch in recipe.switches),
         *([f"oscillation: {recipe.oscillation}"] if recipe.oscillation else []),
     )
@@ -105,18 +115,122 @@ def model_layers(
     names = dict(_BLOCKS)
     if q_lora_rank is not None:
         names["+"] = _LOW_RANK_QUERIES + _BLOCKS["+"][1:]
-    found = [
+    layers = [
         Layer(f"decoder.layers.{number}.{name}", number, count)
         for number, symbols in enumerate(["*-"] * count if pattern is None else main)
         for symbol in symbols
         for name in names[symbol]
     ]
     for depth, symbols in enumerate(predictions):
-        path = f"mtp.layers.{depth}"
         inner = [
             f"mtp_model_layer.layers.{number}.{name}"
             for number, symbol in enumerate(symbols)
             for name in names[symbol]
         ]
-        found += [Layer(f"{path}.{name}", count + depth, count) for name in ("eh_proj", *inner)]
-    return found
+        layers += [
+            Layer(f"mtp.layers.{depth}.{name}", count + depth, count)
+            for name in ("eh_proj", *inner)
+        ]
+    return layers
+
+
+class _Group(NamedTuple):
+    """Precision that some layers have in common, with the matcher that decided."""
+
+    matcher: str
+    precision: LinearPrecision
+    normalized: bool  # MXNorm makes the input
+
+
+def precision_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) -> Table:
+    """Return a table with one row for all layers that a matcher gives the same precision.
+
+    It fits a terminal of 80 columns. With ``mxnorm``, rows show where that norm makes the input.
+    """
+    table = Table(box=HORIZONTALS, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("matcher and layers", min_width=_LAYERS_WIDTH, overflow="fold")
+    for column in _COLUMNS:
+        table.add_column(column, no_wrap=True)
+    for group, members in _groups(recipe, layers, mxnorm).items():
+        label = [
+            line
+            for blocks, names in members.items()
+            for line in (f"{group.matcher}, blocks {blocks}:", *(f" {name}" for name in names))
+        ]
+        rows = [
+            (gemm if number == 0 else "", *rest)
+            for gemm, of_gemm in groupby(_rows(group), lambda row: row[0])
+            for number, (_, *rest) in enumerate(of_gemm)
+        ]
+        table.add_row("\n".join(label), *map("\n".join, zip(*rows, strict=True)))
+        table.add_section()
+    return table
+
+
+def line_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) -> Table:
+    """Return the same as a table with one operand per row, each row complete by itself."""
+    table = Table("blocks", "linear layers", "matcher", *_COLUMNS)
+    for group, members in _groups(recipe, layers, mxnorm).items():
+        for blocks, names in members.items():
+            for row in _rows(group):
+                table.add_row(blocks, ", ".join(names), group.matcher, *row)
+    return table
+
+
+def _mean_bits(recipe: Recipe, layers: Sequence[Layer]) -> str:
+    means = []
+    for gemm in GEMM_ROLES:
+        bits = [b for layer in layers for b in _bits(recipe.precision_for(layer).gemms[gemm])]
+        means.append(f"{gemm} {sum(bits) / len(bits):.3g}")
+    return f"mean bits an element: {', '.join(means)}"
+
+
+def _groups(
+    recipe: Recipe, layers: Iterable[Layer], mxnorm: bool
+) -> dict[_Group, dict[str, list[str]]]:
+    """Return, for each group, names of linear layers by the blocks in which they belong to it.
+
+    A range of blocks counts only those that have a layer of the name, as in a hybrid.
+    """
+
+    def group_of(layer: Layer) -> _Group:
+        precision = recipe.precision_for(layer)
+        normalized = mxnorm and precision.quantized and layer.path.endswith(NORMALIZED)
+        return _Group(recipe.matcher_names(layer), precision, normalized)
+
+    by_name = defaultdict(list)
+    for layer in sorted(layers, key=lambda layer: layer.block):
+        # The path below the block; all local experts have one name.
+        name = re.sub(r"\.\d+\.", ".*.", re.sub(r"^.*?layers\.\d+\.", "", layer.path))
+        by_name[name].append(layer)
+    groups: dict[_Group, dict[str, list[str]]] = defaultdict(dict)
+    for name, same_name in by_name.items():
+        spans = defaultdict(list)
+        for group, run in groupby(same_name, group_of):
+            numbers = [layer.block for layer in run]
+            first, last = numbers[0], numbers[-1]
+            spans[group].append(str(first) if first == last else f"{first}-{last}")
+        for group, blocks in spans.items():
+            groups[group].setdefault(", ".join(blocks), []).append(name)
+    return groups
+
+
+def _rows(group: _Group) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the ``_COLUMNS`` of each operand, and of what concerns both operands of a GEMM."""
+    for gemm, precision in group.precision.gemms.items():
+        for role, quantizer, bits in zip(
+            GEMM_ROLES[gemm], precision.sides, _bits(precision), strict=True
+        ):
+            yield gemm, role, side(quantizer), f"{bits:.4g}"
+        for shared in precision.extras():
+            yield gemm, "both", shared, ""
+        if group.normalized and gemm == Gemm.FPROP:
+            yield gemm, "input", "of MXNorm", ""
+
+
+def _bits(precision: GemmPrecision) -> list[float]:
+    """Return the bits per element of both operands."""
+    return [
+        HIGH_PRECISION_BITS if quantizer is None else quantizer.format.bits_per_element
+        for quantizer in precision.sides
+    ]

@@ -1,16 +1,19 @@
-"""YAML as recipes and studies need it: text, numbers, lists and mappings, limited in size.
+"""YAML of recipes and studies: text, numbers, lists and mappings, limited in size and checked.
 
 What PyYAML's safe loader makes of other people's files can be endless (aliases of aliases), or an
 exception that is not YAML's (``!!int x``, the date 2026-02-30), or nothing at all (a second key of
-the same name). Here each is one line that says where.
+the same name). Here each is one line that names the place.
 """
 
 import copy
 import reprlib
+from dataclasses import fields
 from typing import Any, ClassVar
 from unicodedata import category
 
 import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_lowbit.errors import UserError
 
@@ -19,8 +22,8 @@ MAX_VALUES = 2000
 """Keys, values, lists and mappings of a file, each as often as aliases repeat it."""
 MAX_DEPTH = 32
 
-_KINDS = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
-_TAGS = [f"tag:yaml.org,2002:{kind}" for kind in _KINDS]
+_TYPES = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
+_TAGS = [f"tag:yaml.org,2002:{name}" for name in _TYPES]
 _INTEGERS = range(-(2**63), 2**63)
 
 
@@ -43,7 +46,7 @@ def read_yaml(text: str) -> Any:
 
 
 def read_text(file: Any, name: str) -> str:
-    """Read a file as :func:`read_yaml` takes it, and no more of it than that.
+    """Read as much of a file as :func:`read_yaml` accepts.
 
     Args:
         file: path of the file, or resource of a package.
@@ -63,7 +66,7 @@ def read_text(file: Any, name: str) -> str:
 
 
 def has_control_characters(text: str) -> bool:
-    """Return whether text holds what a terminal may take for a command, or cannot encode."""
+    """Check for characters that a terminal may take for a command, or cannot encode."""
     return any(category(char) in ("Cc", "Cs") and char not in "\n\t" for char in text)
 
 
@@ -118,7 +121,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Construct an object. What a type's own function raises becomes an error of YAML's."""
+        """Construct an object. An exception of its type becomes an error of YAML's."""
         try:
             value = super().construct_object(node, deep)
         except (ValueError, LookupError, OverflowError):
@@ -133,3 +136,47 @@ class _Loader(yaml.SafeLoader):
 
 def _refused(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+class StrictModel(BaseModel):
+    """A frozen model whose error about an unknown key names the known ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, data: Any) -> Any:
+        return _with_known_keys(data, list(cls.model_fields))
+
+
+def fields_of(dataclass: type) -> BeforeValidator:
+    """Return a validator that refuses unknown keys of a dataclass; pydantic would ignore them."""
+    names = [field.name for field in fields(dataclass)]
+    return BeforeValidator(lambda data: _with_known_keys(data, names))
+
+
+def _with_known_keys(data: Any, known: list[str]) -> Any:
+    for key in data if isinstance(data, dict) else ():
+        if key not in known:
+            raise wrong_key(str(key), f"no such key; use one of {', '.join(known)}")
+    return data
+
+
+def wrong_key(key: str, problem: str) -> PydanticCustomError:
+    """Return an error that belongs to a key of the mapping that is being checked."""
+    # pydantic fills in braces, which may be in values.
+    return PydanticCustomError("wrong_key", "{problem}", {"key": key, "problem": problem})
+
+
+def first_error(error: ValidationError) -> str:
+    """Return ``key: problem`` of the first error."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    if path[0:1] == ["matchers"]:
+        del path[2:3]  # the matcher's type, which pydantic puts behind its name
+    if first["type"] == "union_tag_not_found":
+        return f"{'.'.join(path)}.type: missing; use one of blocks, glob, regex"
+    if first["type"] == "wrong_key":
+        path.append(first["ctx"]["key"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(path) or 'the file'}: {message[0].lower() + message[1:]}"

@@ -13,10 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.command_line import expand_files
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import Entries, read_object
-from megatron_lowbit.recipes.strict_model import error_prefix
 from megatron_lowbit.recipes.yaml_reader import read_text, read_yaml
 
 _STATE = "study.json"

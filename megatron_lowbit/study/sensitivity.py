@@ -18,7 +18,7 @@ from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.folders import replace_text
-from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
+from megatron_lowbit.recipes.load import keep_in_high_precision, most_sensitive
 
 OUTPUT, WEIGHT_GRADIENT = "fprop/error", "wgrad/error"
 UNUSED = (
@@ -115,7 +115,7 @@ def rank_layers(
     require("--load" in training, "give training's arguments, --load among them, after --")
     with tempfile.TemporaryDirectory() as folder:
         everywhere = Path(folder) / "everywhere.yaml"
-        everywhere.write_text(yaml.safe_dump(keeping(recipe, []), sort_keys=False))
+        everywhere.write_text(yaml.safe_dump(keep_in_high_precision(recipe, []), sort_keys=False))
         found, is_first_rank = _measure(training, str(everywhere), batches)
     if is_first_rank:
         _report(recipe, share, output, found)
@@ -155,7 +155,7 @@ def _report(recipe: str, share: float, output: Path | None, found: dict[str, Lay
     plain_console(120).print(shown)
     if output is None:
         return
-    document = keeping(recipe, spared)
+    document = keep_in_high_precision(recipe, spared)
     document["name"] = output.stem
     document["description"] = f"{recipe} with its {len(spared)} most sensitive layers in BF16"
     replace_text(output, yaml.safe_dump(document, sort_keys=False, width=100))

@@ -1,14 +1,15 @@
 """Choice between recipes of this project and Megatron-LM's own FP8 and FP4."""
 
+from typing import NamedTuple
+
 import pytest
 
 from megatron_lowbit.arguments import front_parser
 from megatron_lowbit.arguments.precision import (
     INSTALL_TRANSFORMER_ENGINE,
     Machine,
-    Precision,
     check_layers,
-    choose_precision,
+    translate_precision,
 )
 from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError
@@ -22,6 +23,15 @@ HOPPER_WITHOUT_TE = Machine((9, 0), transformer_engine=False)
 BLACKWELL = Machine((10, 0), transformer_engine=True)
 
 
+class Choice(NamedTuple):
+    """Recipes, words and lines that a command line became."""
+
+    recipes: list[str]
+    overrides: list[str]
+    words: CommandLine
+    lines: list[str]
+
+
 @pytest.fixture(scope="module")
 def parser():
     return front_parser()
@@ -29,15 +39,18 @@ def parser():
 
 @pytest.fixture
 def choose(parser):
-    def choose(line: str, machine: Machine) -> Precision:
+    def choose(line: str, machine: Machine) -> Choice:
         argv = line.split()
-        return choose_precision(parser.parse_args(argv), CommandLine(parser, argv), machine)
+        words = CommandLine(parser, argv)
+        lines = translate_precision(parser.parse_args(argv), words, machine)
+        args = parser.parse_args(words.tokens())
+        return Choice(args.precision_recipe or [], args.recipe_set, words, lines)
 
     return choose
 
 
-def load(precision: Precision) -> Recipe:
-    return load_recipes(precision.recipes, precision.overrides)
+def load(choice: Choice) -> Recipe:
+    return load_recipes(choice.recipes, choice.overrides)
 
 
 def precision_of_block(recipe: Recipe, block: int, num_blocks: int = 4):
@@ -50,21 +63,21 @@ def test_fp16_is_refused_where_a_recipe_quantizes(choose, machine):
         if machine is CPU or "format" not in line:
             with pytest.raises(UserError, match=r"--fp16 with a recipe: .* give --bf16"):
                 choose(f"--fp16 {line}", machine)
-    assert choose("--fp16 --precision-recipe bf16", machine).recipes == ("bf16",)
-    assert choose("--fp16", machine).recipes == ()
+    assert choose("--fp16 --precision-recipe bf16", machine).recipes == ["bf16"]
+    assert choose("--fp16", machine).recipes == []
 
 
 def test_combined_with_fp4_the_fp8_format_is_for_fprop_alone(choose):
     """Fields of dgrad and wgrad would be without effect."""
     line = "--fp8-format e4m3 --fp8-recipe tensorwise --fp4-recipe nvfp4 --no-fp8-wgrad"
     found = choose(line, CPU)
-    assert found.recipes == ("fp8-tensorwise", "nvfp4") and found.overrides == ()
+    assert found.recipes == ["fp8-tensorwise", "nvfp4"] and found.overrides == []
     load(found)
 
 
 def test_without_an_argument_nothing_is_quantized(choose):
     found = choose("--bf16", HOPPER)
-    assert found.recipes == () and found.left_out == ()
+    assert found.recipes == [] and found.words.tokens() == ["--bf16"]
     assert "nothing is quantized" in found.lines[0]
 
 
@@ -86,7 +99,7 @@ def test_without_an_argument_nothing_is_quantized(choose):
 @pytest.mark.parametrize("machine", [CPU, HOPPER, BLACKWELL])
 def test_names_without_a_format_are_recipes(choose, line, recipes, machine):
     found = choose(line, machine)
-    assert found.recipes == recipes and found.overrides == ()
+    assert found.recipes == [*recipes] and found.overrides == []
     assert all(name in found.lines[0] for name in recipes)
 
 
@@ -104,7 +117,7 @@ def test_names_without_a_format_are_recipes(choose, line, recipes, machine):
 )
 def test_megatron_runs_its_own_formats_where_it_can(choose, line, machine):
     found = choose(line, machine)
-    assert found.recipes == () and found.left_out == ()
+    assert found.recipes == [] and found.words.tokens() == line.split()
     assert "Megatron-LM's own" in found.lines[0]
 
 
@@ -123,10 +136,9 @@ def test_megatron_runs_its_own_formats_where_it_can(choose, line, machine):
 )
 def test_elsewhere_a_recipe_takes_their_place(choose, line, machine, recipe, reason):
     found = choose(line, machine)
-    assert found.recipes == (recipe,)
+    assert found.recipes == [recipe]
     assert reason in found.lines[0]
-    words = {flag for flag in line.split() if flag.startswith(("--fp8", "--fp4"))}
-    assert words <= set(found.left_out)
+    assert not [word for word in found.words.tokens() if word.startswith(("--fp8", "--fp4"))]
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
@@ -162,17 +174,21 @@ def test_delayed_scaling_keeps_its_history(choose, line, length):
     assert precision.wgrad == HIGH_PRECISION.wgrad
 
 
+FIRST, START, END = (
+    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+)  # fmt: skip
+
+
+def high_blocks(choice: Choice) -> list[int]:
+    recipe = load(choice)
+    return [block for block in range(4) if precision_of_block(recipe, block) == HIGH_PRECISION]
+
+
 @pytest.mark.parametrize(
     ("line", "high"),
     [
-        ("", []),
-        ("--num-layers-at-start-in-bf16 2", []),
-        ("--first-last-layers-bf16", [0, 3]),
-        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0", [3]),
-        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
-         "--num-layers-at-end-in-bf16 0", []),
-        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 2 "
-         "--num-layers-at-end-in-bf16 1", [0, 1, 3]),
+        ("", []), (f"{START} 2", []), (FIRST, [0, 3]), (f"{FIRST} {START} 0", [3]),
+        (f"{FIRST} {START} 0 {END} 0", []), (f"{FIRST} {START} 2 {END} 1", [0, 1, 3]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -184,43 +200,27 @@ def test_delayed_scaling_keeps_its_history(choose, line, length):
     ],
 )
 def test_first_and_last_blocks_stay_in_bf16_as_asked(choose, formats, line, high):
-    recipe = load(choose(f"{formats} {line}", CPU))
-    found = [b for b in range(4) if precision_of_block(recipe, b) == HIGH_PRECISION]
-    assert found == high
-
-
-def test_first_and_last_blocks_of_a_named_recipe(choose):
-    assert choose("--fp4-recipe nvfp4", CPU).overrides == ()
-    found = choose("--fp8-recipe fp8-tile --fp4-recipe nvfp4 --first-last-layers-bf16", CPU)
-    recipe = load(found)
-    high = [precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4)]
-    assert high == [True, False, False, True]
-
-
-@pytest.mark.parametrize("named", ["--fp4-recipe", "--precision-recipe"])
-@pytest.mark.parametrize("name", ["nvfp4", "fp8-tile"])
-def test_the_same_blocks_however_a_recipe_is_named(choose, named, name):
-    line = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2"
-    recipe = load(choose(f"{named} {name} {line}", CPU))
-    high = [precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4)]
-    assert high == [False, False, True, True]
+    assert high_blocks(choose(f"{formats} {line}", CPU)) == high
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "high"),
     [
-        "--precision-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
-        "--num-layers-at-end-in-bf16 0",
-        "--fp4-format e2m1",
+        (f"--fp8-recipe fp8-tile --fp4-recipe nvfp4 {FIRST}", [0, 3]),
+        *((f"{named} {name} {FIRST} {START} 0 {END} 2", [2, 3])
+          for named in ("--fp4-recipe", "--precision-recipe") for name in ("nvfp4", "fp8-tile")),
+        # Two arguments remove them.
+        (f"--precision-recipe nvfp4 {FIRST} {START} 0 {END} 0 --recipe-set bf16_blocks=none", []),
+        ("--fp4-format e2m1 --recipe-set bf16_blocks=none", []),
     ],
-)
-def test_blocks_that_two_arguments_remove(choose, line):
-    recipe = load(choose(f"{line} --recipe-set bf16_blocks=none", CPU))
-    assert not any(precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4))
+)  # fmt: skip
+def test_first_and_last_blocks_of_a_recipe(choose, line, high):
+    assert high_blocks(choose(line, CPU)) == high
 
 
-def test_a_recipe_that_quantizes_nothing_needs_no_blocks(choose):
-    assert choose("--precision-recipe bf16 --first-last-layers-bf16", CPU).overrides == ()
+def test_recipes_whose_blocks_are_not_changed(choose):
+    assert choose("--fp4-recipe nvfp4", CPU).overrides == []
+    assert choose(f"--precision-recipe bf16 {FIRST}", CPU).overrides == []
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_recipe_that_quantizes_nothing_needs_no_blocks(choose):
 )  # fmt: skip
 def test_fp8_forward_and_fp4_backward_is_a_combination_of_recipes(choose, line, machine, recipes):
     found = choose(line, machine)
-    assert found.recipes == recipes
+    assert found.recipes == [*recipes]
     precision = precision_of_block(load(found), 1)
     assert "8" in precision.fprop.lhs.format.name and "fp4" in precision.dgrad.lhs.format.name
 
@@ -244,8 +244,7 @@ def test_arguments_that_a_recipe_replaces_are_named(choose):
     line = "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --fp8-margin 2 " \
         "--reuse-grad-buf-for-mxfp8-param-ag --moe-router-padding-for-fp8"  # fmt: skip
     found = choose(line, HOPPER)
-    assert {"--fp8-param-gather", "--fp8-margin", "--moe-router-padding-for-fp8",
-            "--reuse-grad-buf-for-mxfp8-param-ag"} <= set(found.left_out)  # fmt: skip
+    assert not [word for word in found.words.tokens() if "fp8-" in word]
     assert any("left out --fp8-margin 2: " in line for line in found.lines)
 
 
@@ -260,7 +259,7 @@ def test_arguments_that_a_recipe_replaces_are_named(choose):
 )
 def test_weights_as_codes_are_asked_for_beside_the_name_of_a_recipe(choose, line, stores):
     found = choose(line, HOPPER)
-    assert found.stores_codes == stores
+    assert ("--quantized-param-gather" in found.words) == stores
     taken = [line for line in found.lines if "taken as --quantized-param-gather" in line]
     assert len(taken) == stores
 

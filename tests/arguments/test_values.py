@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lowbit import arguments
-from megatron_lowbit.arguments.values import _OUTPUT_FOLDERS, RANGES
+from megatron_lowbit.arguments.values import _OUTPUT_FOLDERS, range_of
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError
 
@@ -36,7 +36,7 @@ def parser():
 def quick(parser):
     """Build the parser once, and restore the environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "front_parser", lambda: parser)
+        patch.setattr("megatron_lowbit.arguments.parse.front_parser", lambda: parser)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         arguments.parse_arguments(TINY)  # Megatron-LM imports much of itself only now.
         unset_global_variables()
@@ -73,15 +73,15 @@ def refusal(argv: list[str]) -> str | None:
     return None
 
 
-# -- the table -------------------------------------------------------------------------------------
+# -- ranges ----------------------------------------------------------------------------------------
 
 
-def test_the_table_names_numbers_that_megatron_has(parser):
-    for flag, bounds in RANGES.items():
-        action = parser._option_string_actions[flag]
-        assert action.type in (int, float) and action.option_strings[0] == flag, flag
-        values = action.default if isinstance(action.default, list) else [action.default]
-        assert all(v is None or bounds.low <= v <= bounds.high for v in values), flag
+def test_defaults_of_megatron_are_in_their_ranges(parser):
+    for action in parser._actions:
+        if action.type in (int, float):
+            low, high, _ = range_of(action)
+            values = action.default if isinstance(action.default, list) else [action.default]
+            assert all(v is None or low <= v <= high for v in values), action.option_strings
     assert set(_OUTPUT_FOLDERS) <= set(parser._option_string_actions)
 
 
@@ -120,6 +120,10 @@ def test_the_table_names_numbers_that_megatron_has(parser):
         ("--split 90,nan,0", "--split 90,nan,0: must be"),
         ("--split 90,-5,0", "--split 90,-5,0: must be"),
         ("--split 0,0,0", "--split 0,0,0: must be"),
+        ("--window-size 1", ": must be two numbers"),
+        ("--position-embedding-type rope --kv-channels 3", "--kv-channels: must be an even number"),
+        ("--position-embedding-type rope --hidden-size 4", "rotates 1 of a head's 1 --kv-channels"),
+        ("--position-embedding-type rope --rotary-percent 0.2", "rotates 3 of a head's 16"),
     ],
 )
 def test_values_out_of_range(line, message):
@@ -217,11 +221,15 @@ def command_lines(draw: st.DrawFn, flags: list[str]) -> list[str]:
     return argv
 
 
-def fuzzed(parser, examples: int) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_any_command_line_is_accepted_or_refused_in_one_line(
+    parser, tmp_path, monkeypatch, examples
+):
     exits = {"-h", "--help", "--print-completion"}
     # Folders would be made, and files of any name read.
     paths = {"--save", "--tensorboard-dir", "--wandb-save-dir", "--wandb-project"}
     flags = sorted(set(parser._option_string_actions) - exits - paths)
+    monkeypatch.chdir(tmp_path)
 
     @settings(max_examples=examples)
     @given(command_lines(flags))
@@ -231,34 +239,9 @@ def fuzzed(parser, examples: int) -> None:
     run()
 
 
-def test_any_command_line_is_accepted_or_refused_in_one_line(parser, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fuzzed(parser, 40)
-
-
-@pytest.mark.slow
-def test_many_command_lines(parser, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fuzzed(parser, 500)
-
-
 @pytest.mark.slow
 def test_each_number_with_each_bad_value(parser):
     """Each numeric argument is added alone to the tiny model."""
     numeric = [a.option_strings[0] for a in parser._actions if a.type in (int, float)]
     for flag, value in itertools.product(numeric, ("-1", "0", "nan", "9" * 25)):
         refusal([*TINY, flag, value])
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--window-size 1", "--window-size .*: must be two numbers"),
-        ("--position-embedding-type rope --kv-channels 3", "--kv-channels: must be an even number"),
-        ("--position-embedding-type rope --hidden-size 4", "rotates 1 of a head's 1 --kv-channels"),
-        ("--position-embedding-type rope --rotary-percent 0.2", "rotates 3 of a head's 16"),
-    ],
-)
-def test_widths_of_heads_and_windows(line, message):
-    with pytest.raises(UserError, match=message):
-        arguments.parse_arguments([*TINY, *shlex.split(line)])

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from megatron_lowbit.cpu_runtime.random_state import with_own_generator
+from megatron_lowbit.cpu_runtime.megatron_patches import with_own_generator, with_seed
 from megatron_lowbit.megatron.random_key import set_microbatch_key
 
 # isort: split
@@ -229,3 +229,23 @@ with torch.device("meta"):
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
     )
     assert done.stdout.split()[-2:] == ["meta", "meta"], done.stderr[-2000:]
+
+
+# -- seed and draws in the state of torch's CPU generator -----------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**64 - 1])
+@pytest.mark.parametrize("drawn", [0, 1, 1000])
+def test_another_seed_and_the_same_draws(seed, drawn):
+    torch.manual_seed(3)
+    torch.rand(drawn)
+    state = torch.get_rng_state()
+    changed = with_seed(state, seed)
+    assert torch.equal(state, torch.get_rng_state()) and torch.initial_seed() == 3
+    assert torch.equal(with_seed(changed, 3), state)
+    expected = torch.rand(700), torch.randn(3), torch.randint(9, (5,))
+    torch.set_rng_state(changed)
+    # torch reads it as a signed number.
+    assert torch.initial_seed() % 2**64 == seed
+    drawn_again = torch.rand(700), torch.randn(3), torch.randint(9, (5,))
+    assert all(map(torch.equal, drawn_again, expected))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lowbit.cpu_runtime.te_interfaces import (
+from megatron_lowbit.cpu_runtime.megatron_patches import (
     GroupStepAdam,
     ZeroCenteredRMSNorm,
     build_norm,

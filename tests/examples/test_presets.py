@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lowbit.arguments import front_parser, parse_arguments
 from megatron_lowbit.arguments.parser import read_command_line
-from megatron_lowbit.arguments.precision import Machine, choose_precision
+from megatron_lowbit.arguments.precision import Machine, translate_precision
 from megatron_lowbit.megatron.dry_run import Stage, model_stages
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.command import main as show_recipe
@@ -174,19 +174,24 @@ RECIPES = {
 """Quantized layers of hybrid-12b, hybrid-8b and transformer-1.2b, of 124, 104 and 80."""
 
 
+def translated(words: str) -> tuple[Namespace, list[str], list[str]]:
+    """Return the arguments of a command line on a CPU, overrides of the recipe, and lines."""
+    args, line = read_command_line(parser(), words.split())
+    lines = translate_precision(args, line, Machine(None, transformer_engine=False))
+    return args, parser().parse_args(line.tokens()).recipe_set, lines
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("number", "name"), [(0, "hybrid-12b"), (1, "hybrid-8b"), (2, "transformer-1.2b")]
 )
 def test_a_presets_blocks_are_for_recipes_that_keep_a_share_of_blocks(number, name, recipe):
-    words = f"@{EXAMPLES / name}.args --precision-recipe {recipe}".split()
-    args, line = read_command_line(parser(), words)
-    precision = choose_precision(args, line, Machine(None, transformer_engine=False))
+    args, overrides, lines = translated(f"@{EXAMPLES / name}.args --precision-recipe {recipe}")
     layers = model_layers(args.hybrid_layer_pattern, args.num_layers)
-    chosen = load_recipe(recipe, precision.overrides)
+    chosen = load_recipe(recipe, overrides)
     assert sum(chosen.precision_for(layer).quantized for layer in layers) == RECIPES[recipe][number]
     kept = recipe in ("fp8-tile-e4m3", "fp8-tile", "mxfp8", "fp8-delayed", "mxfp4-backward")
-    assert any("of the preset" in shown for shown in precision.lines) == kept
+    assert any("of the preset" in line for line in lines) == kept
 
 
 @pytest.mark.parametrize("more", ["", " --num-layers-at-end-in-bf16 8"])
@@ -195,10 +200,8 @@ def test_blocks_that_a_user_asks_for_are_for_every_recipe(tmp_path, more):
     preset = f"@{EXAMPLES / 'hybrid-12b'}.args"
     own = tmp_path / "own.args"
     own.write_text(f"{preset} {'' if more else '--first-last-layers-bf16'}")
-    words = f"@{own} --precision-recipe fp8-tile-e4m3{more}".split()
-    args, line = read_command_line(parser(), words)
-    precision = choose_precision(args, line, Machine(None, transformer_engine=False))
-    assert precision.overrides == ("bf16_blocks.first=2", "bf16_blocks.last=8")
+    _, overrides, _ = translated(f"@{own} --precision-recipe fp8-tile-e4m3{more}")
+    assert overrides == ["bf16_blocks.first=2", "bf16_blocks.last=8"]
 
 
 def test_a_copy_of_a_preset_is_shown_as_the_preset(tmp_path, capsys):

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from filelock import FileLock
 from torch._dynamo.utils import counters
 
@@ -34,6 +33,8 @@ from megatron_lowbit.numerics import (
     gemm,
 )
 from megatron_lowbit.numerics.randomness import uniform
+from megatron_lowbit.recipes import shipped_recipes
+from megatron_lowbit.recipes.load import read_recipe
 from tests.marks import others_slow
 
 pytestmark = pytest.mark.skipif(
@@ -66,8 +67,8 @@ OF_LAYERS = ("axis", "requantize", "split_mean")
 def recipe_quantizers() -> set[Quantizer]:
     """Return the quantizers of the shipped recipes, read from their text."""
     found = set()
-    for path in (ROOT / "recipes").glob("*.yaml"):
-        for config in yaml.safe_load(path.read_text())["configs"].values():
+    for name in shipped_recipes():
+        for config in read_recipe(name)["configs"].values():
             gemms = [gemm for gemm in map(config.get, ("dgrad", "wgrad")) if gemm]
             for roles in (config, *gemms):
                 for role in {"input", "weight", "grad"} & roles.keys():

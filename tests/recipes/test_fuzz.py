@@ -15,7 +15,7 @@ from megatron_lowbit.recipes import load_recipe, shipped_recipes
 from megatron_lowbit.recipes.command import main
 from tests.fuzzed_yaml import SNIPPETS, any_value, changed_documents, damaged_texts
 
-TEXTS = {name: entry.read_text(encoding="utf-8") for name, entry in shipped_recipes().items()}
+TEXTS = sorted({entry.read_text(encoding="utf-8") for entry in shipped_recipes().values()})
 WORDS = [
     *["nvfp4", "mxfp8-e4m3", "nearest", "group", "fresh", "regex", "blocks", "mlp", "bf16"],
     *["*", "(a|b)*$", "(?=x)", "[a", "[/m]", "1e-99999999999", "1/3", "2/0", "x.yaml", "\x9b"],
@@ -53,11 +53,12 @@ def show_or_refuse(name, overrides=()):
         assert char == "\n" or category(char) not in ("Cc", "Cs")
 
 
-def fuzz_files(folder, examples):
-    path = folder / "fuzzed.yaml"
+@pytest.mark.parametrize("examples", [80, pytest.param(2000, marks=pytest.mark.slow)])
+def test_fuzzed_files(tmp_path, examples):
+    path = tmp_path / "fuzzed.yaml"
 
     @settings(max_examples=examples, **SETTINGS)
-    @given(data=damaged_texts(TEXTS.values()) | changed_documents(TEXTS.values(), KEYS, WORDS))
+    @given(data=damaged_texts(TEXTS) | changed_documents(TEXTS, KEYS, WORDS))
     def fuzz(data):
         path.write_bytes(data)
         show_or_refuse(str(path))
@@ -65,7 +66,8 @@ def fuzz_files(folder, examples):
     fuzz()
 
 
-def fuzz_overrides(examples):
+@pytest.mark.parametrize("examples", [120, pytest.param(2000, marks=pytest.mark.slow)])
+def test_fuzzed_overrides(examples):
     @settings(max_examples=examples, **SETTINGS)
     @given(
         name=st.sampled_from(list(shipped_recipes())),
@@ -75,21 +77,3 @@ def fuzz_overrides(examples):
         show_or_refuse(name, overrides)
 
     fuzz()
-
-
-def test_fuzzed_files(tmp_path):
-    fuzz_files(tmp_path, 80)
-
-
-def test_fuzzed_overrides():
-    fuzz_overrides(120)
-
-
-@pytest.mark.slow
-def test_many_fuzzed_files(tmp_path):
-    fuzz_files(tmp_path, 2000)
-
-
-@pytest.mark.slow
-def test_many_fuzzed_overrides():
-    fuzz_overrides(2000)

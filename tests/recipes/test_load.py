@@ -1,4 +1,4 @@
-"""Recipes from YAML: what the shipped ones say, single fields set, and what wrong ones raise."""
+"""Recipes from YAML: shipped ones, single fields set, and one-line errors for wrong ones."""
 
 import copy
 from fractions import Fraction
@@ -12,10 +12,12 @@ from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Rounding
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
     GemmPrecision,
+    Layer,
     LinearPrecision,
     load_recipe,
     shipped_recipes,
 )
+from megatron_lowbit.recipes.load import keep_in_high_precision, most_sensitive
 from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher
 
 ROWS, SQUARE = FORMATS["nvfp4"], FORMATS["nvfp4-2d"]
@@ -125,38 +127,11 @@ def test_a_gemm_overrides_its_roles(tmp_path):
 # --recipe-set
 
 
-def test_set_grad_rounding():
-    precision = nvfp4("grad.rounding=nearest")
-    assert precision.dgrad.lhs == precision.wgrad.lhs == Quantizer(ROWS, NEAREST)
-    assert precision.fprop == nvfp4().fprop and precision.wgrad.hadamard == Hadamard(16)
-
-
 @pytest.mark.parametrize("value", ["null", "none"])
-def test_set_no_hadamard(value):
-    precision = nvfp4(f"wgrad.hadamard={value}")
+def test_none_and_null_are_the_same(value):
+    precision = nvfp4(f"wgrad.hadamard={value}", f"fprop={value}")
     assert precision.wgrad == GemmPrecision(Quantizer(ROWS, STOCHASTIC), Quantizer(ROWS, NEAREST))
-
-
-def test_set_hadamard_fields():
-    assert nvfp4("wgrad.hadamard.size=64").wgrad.hadamard == Hadamard(64, "fixed", "bf16")
-    assert nvfp4("dgrad.hadamard={output: fp32}").dgrad.hadamard == Hadamard(output="fp32")
-
-
-def test_set_weight_format():
-    precision = nvfp4("weight.format=nvfp4")
-    assert precision.fprop.rhs == precision.dgrad.rhs == Quantizer(ROWS, NEAREST)
-
-
-def test_set_a_gemm_to_high_precision():
-    assert nvfp4("fprop=none").fprop == GemmPrecision()
-    assert nvfp4("fprop=none").dgrad == nvfp4().dgrad
-
-
-def test_set_tensor_scale():
-    assert {gemm.tensor_scale for gemm in nvfp4().gemms.values()} == {"shard"}
-    changed = nvfp4("tensor_scale=group")
-    assert {gemm.tensor_scale for gemm in changed.gemms.values()} == {"group"}
-    assert list(changed.operands()) == list(nvfp4().operands())
+    assert precision.fprop == GemmPrecision() and precision.dgrad == nvfp4().dgrad
 
 
 def test_set_blocks():
@@ -168,10 +143,6 @@ def test_set_blocks():
     assert changed == ends(Fraction(1, 3), Fraction(1, 4))
 
 
-def test_set_leaves_configs_that_do_not_quantize():
-    assert load_recipe("nvfp4", ["grad.rounding=nearest"]).configs["bf16"] == HIGH_PRECISION
-
-
 def test_set_exact_paths():
     recipe = load_recipe(
         "nvfp4", ["configs.bf16.input.format=nvfp4", 'matchers.linears.pattern="*fc1"']
@@ -179,6 +150,8 @@ def test_set_exact_paths():
     assert recipe.configs["bf16"].fprop.lhs == Quantizer(ROWS, NEAREST)
     assert recipe.configs["nvfp4"] == nvfp4()
     assert recipe.matchers["linears"].pattern == "*fc1"
+    # Without a path, in configs that quantize.
+    assert load_recipe("nvfp4", ["grad.rounding=nearest"]).configs["bf16"] == HIGH_PRECISION
 
 
 def test_set_several_the_last_wins():
@@ -191,43 +164,6 @@ def test_setting_changes_no_later_load():
     load_recipe("nvfp4", ["grad.rounding=nearest", "bf16_blocks=none"])
     assert nvfp4().dgrad.lhs == Quantizer(ROWS, STOCHASTIC)
     assert len(load_recipe("nvfp4").matchers) == 2
-
-
-@pytest.mark.parametrize(
-    "override, parts",
-    [
-        ("grad.rounding", ["--recipe-set grad.rounding", "FIELD=VALUE"]),
-        ("=nearest", ["FIELD=VALUE"]),
-        ("", ["FIELD=VALUE"]),
-        ("grd.rounding=nearest", ["'grd'", "grad"]),
-        ("xyz=1", ["'xyz'", "grad", "fprop", "tensor_scale", "bf16_blocks", "matchers"]),
-        ("grad.rnding=nearest", ["configs.nvfp4.grad.rnding", "format, rounding"]),
-        ("grad.rounding=up", ["configs.nvfp4.grad.rounding", "'nearest' or 'stochastic'"]),
-        ("grad.rounding=[", ["'['", "not a YAML value"]),
-        ("grad.format=nvfp8", ["configs.nvfp4.grad.format", "nvfp8", "nvfp4"]),
-        ("grad=nearest", ["configs.nvfp4.grad"]),
-        ("weight.axis=rows", ["configs.nvfp4.weight.axis", "'own', 'fprop' or 'dgrad'"]),
-        ("grad.axis=fprop", ["configs.nvfp4.grad.axis", "input and weight"]),
-        ("input.axis=fprop", ["configs.nvfp4.wgrad.input", "axis fprop", "hadamard"]),
-        ("dgrad.weight={axis: fprop, rounding: stochastic}", ["nvfp4.dgrad.weight", "rounding"]),
-        ("grad=none", ["configs.nvfp4.wgrad", "hadamard transform needs both"]),
-        ("tensor_scale=world", ["tensor_scale", "'shard' or 'group'"]),
-        ("tensor_scale.x=1", ["tensor_scale has no fields"]),
-        (
-            "wgrad.hadamard.size=24",
-            ["configs.nvfp4.wgrad.hadamard", "24", "power of two from 2 to 256"],
-        ),
-        ("bf16_blocks.lst=4", ["matchers.bf16_blocks.lst", "first, last"]),
-        ("bf16_blocks.last=-4", ["matchers.bf16_blocks.last", "-4", "2/62"]),
-        ("bf16_blocks.last=1.5", ["matchers.bf16_blocks.last", "1.5", "2/62"]),
-        ("bf16_blocks.config=fp8", ["matchers.bf16_blocks.config", "'fp8'", "nvfp4, bf16"]),
-        ("bf16_blocks=3", ["matchers.bf16_blocks"]),
-    ],
-)
-def test_wrong_overrides(override, parts):
-    with pytest.raises(UserError) as caught:
-        load_recipe("nvfp4", [override])
-    assert_one_line(caught, *parts)
 
 
 @pytest.mark.parametrize(
@@ -244,108 +180,117 @@ def test_an_override_that_breaks_what_the_next_one_sets(overrides):
     assert_one_line(caught, overrides[0].split("=")[0])
 
 
-# Wrong files
+# Refusals: the key, and what would be right
+
+MX_KEYS = "format, rounding, axis, requantize, split_mean, scale_rounding, three_quarters, block"
+SIGNS = "'fixed', 'fresh', 'none' or an integer seed"
+REFUSED = [
+    # no field, or no value
+    ("nvfp4", "grad.rounding", ["--recipe-set grad.rounding", "FIELD=VALUE"]),
+    ("nvfp4", "=nearest", ["FIELD=VALUE"]),
+    ("nvfp4", "", ["FIELD=VALUE"]),
+    ("nvfp4", "grd.rounding=nearest", ["'grd'", "grad"]),
+    ("nvfp4", "xyz=1", ["'xyz'", "grad", "fprop", "tensor_scale", "bf16_blocks", "matchers"]),
+    ("nvfp4", "grad.rounding=[", ["'['", "not a YAML value"]),
+    ("nvfp4", "grad=nearest", ["configs.nvfp4.grad"]),
+    ("nvfp4", "tensor_scale.x=1", ["tensor_scale has no fields"]),
+    ("bf16", "grad.rounding=nearest", ["grad.rounding", "quantizes", "configs.bf16.grad.rounding"]),
+    ("bf16", "accumulation.inner=fp8", ["accumulation.inner", "configs.bf16.accumulation.inner"]),
+    # unknown keys
+    ("nvfp4", "configs.nvfp4.inputs={}", ["configs.nvfp4.inputs", "input, weight, grad, fprop"]),
+    ("nvfp4", "configs.input={x: 1}", ["configs.input.x", "tensor_scale, amax_history"]),
+    ("nvfp4", "grad.rnding=nearest", ["configs.nvfp4.grad.rnding", "format, rounding"]),
+    ("nvfp4", "fprop={input: {bits: 4}}", ["configs.nvfp4.fprop.input.bits", "format, rounding"]),
+    ("nvfp4", "dgrad.rht=16", ["configs.nvfp4.dgrad.rht", "hadamard, accumulation"]),
+    ("nvfp4", "wgrad.hadamard.seed=1", ["wgrad.hadamard.seed", "size, signs, output"]),
+    ("mxfp8", "grad.scale_format=pow2", ["configs.mxfp8.grad.scale_format", "mxfp8-e4m3", MX_KEYS]),
+    ("fp8-tile", "grad.three_quarters=true", ["configs.fp8.grad.three_quarters", "scale_format"]),
+    ("nvfp4", "weight.scale_rounding=even", ["configs.nvfp4.weight.scale_rounding", "rounding"]),
+    ("mxfp4", "dgrad.grad.bits=4", ["configs.mxfp4.dgrad.grad.bits", MX_KEYS]),
+    ("mxfp4", "grad.seed=null", ["configs.mxfp4.grad.seed", MX_KEYS]),
+    ("fp8-tensorwise", "input.block=64", ["configs.fp8.input.block", "scale_format"]),
+    ("fp8-delayed", "amax_history.len=4", ["amax_history.len", "length, algorithm, just_in_time"]),
+    ("mxfp8", "accumulation.every=4", ["configs.mxfp8.accumulation.every", "inner, promote_every"]),
+    ("nvfp4", "matchers.linears.first=1", ["matchers.linears.first", "pattern"]),
+    ("nvfp4", "bf16_blocks.lst=4", ["matchers.bf16_blocks.lst", "first, last"]),
+    # operands that a GEMM does not have, and combinations
+    ("nvfp4", "fprop.grad.rounding=nearest", ["configs.nvfp4.fprop.grad", "input, weight"]),
+    ("nvfp4", "dgrad.input=null", ["configs.nvfp4.dgrad.input", "grad, weight"]),
+    ("nvfp4", "wgrad.weight.format=nvfp4", ["configs.nvfp4.wgrad.weight", "grad, input"]),
+    ("nvfp4", "grad.axis=fprop", ["configs.nvfp4.grad.axis", "input and weight"]),
+    ("nvfp4", "input.axis=fprop", ["configs.nvfp4.wgrad.input", "axis fprop", "hadamard"]),
+    ("nvfp4", "dgrad.weight={axis: fprop, rounding: stochastic}", ["dgrad.weight", "rounding"]),
+    ("nvfp4", "dgrad={fallback: bf16, weight: {axis: fprop}}", ["dgrad", "axis fprop keeps no"]),
+    ("nvfp4", "grad=none", ["configs.nvfp4.wgrad", "hadamard transform needs both"]),
+    ("nvfp4", "input=none", ["configs.nvfp4.wgrad", "hadamard transform needs both"]),
+    ("mxfp4-backward", "dgrad.weight=null", ["configs.mxfp4.dgrad", "needs both operands"]),
+    # values
+    ("nvfp4", "grad.format=4", ["configs.nvfp4.grad.format", "4"]),
+    ("nvfp4", "grad.format=[nvfp4]", ["configs.nvfp4.grad.format"]),
+    ("mxfp8", "input.format=mxfp8-e4m4", ["configs.mxfp8.input.format", "mxfp8-e4m3"]),
+    ("nvfp4", "grad.rounding=up", ["configs.nvfp4.grad.rounding", "'nearest' or 'stochastic'"]),
+    ("nvfp4", "weight.axis=rows", ["configs.nvfp4.weight.axis", "'own', 'fprop' or 'dgrad'"]),
+    ("mxfp8", "grad.scale_rounding=up", ["mxfp8.grad.scale_rounding", "'up'", "floor, rceil"]),
+    ("mxfp4", "wgrad.grad.three_quarters=1", ["wgrad.grad.three_quarters", "false, true"]),
+    ("fp8-tile", "input.scale_format=e8m0", ["fp8.input.scale_format", "'e8m0'", "fp32, pow2"]),
+    ("fp8-tile", "weight.block=100", ["configs.fp8.weight.block", "100", "128, 64, 32, 16"]),
+    ("nvfp4", "wgrad.hadamard.size=24", ["nvfp4.wgrad.hadamard", "24", "from 2 to 256"]),
+    ("nvfp4", "wgrad.hadamard.size=512", ["wgrad.hadamard", "512", "from 2 to 256"]),
+    ("nvfp4", "wgrad.hadamard.size=x", ["configs.nvfp4.wgrad.hadamard.size"]),
+    ("nvfp4", "wgrad.hadamard.signs=drawn", ["configs.nvfp4.wgrad.hadamard.signs", SIGNS]),
+    ("nvfp4", "wgrad.hadamard.signs=1.5", ["wgrad.hadamard.signs", "1.5", SIGNS]),
+    ("nvfp4", "wgrad.hadamard.signs=true", ["wgrad.hadamard.signs", SIGNS]),
+    ("nvfp4", "wgrad.hadamard.output=fp16", ["nvfp4.wgrad.hadamard.output", "'bf16' or 'fp32'"]),
+    ("fp8-delayed", "amax_history.length=0", ["configs.fp8.amax_history", "length 0"]),
+    ("fp8-delayed", "amax_history.just_in_time=0", ["just_in_time 0", "from 1 to 65536"]),
+    ("fp8-delayed", "amax_history.algorithm=min", ["amax_history.algorithm", "'max' or 'average'"]),
+    ("mxfp8", "accumulation.inner=fp16", ["accumulation.inner", "'fp32', 'bf16' or 'fp8'"]),
+    ("mxfp8", "dgrad.accumulation.promote_every=0", ["dgrad.accumulation", "0 is not positive"]),
+    ("mxfp8", "fallback=fp32", ["configs.mxfp8.fallback", "'bf16'"]),
+    ("mxfp8", "tensor_scale=world", ["configs.mxfp8.tensor_scale", "'shard' or 'group'"]),
+    ("nvfp4", "configs.nvfp4=5", ["configs.nvfp4"]),
+    ("nvfp4", "configs=[]", ["configs"]),
+    ("nvfp4", "matchers=null", ["matchers"]),
+    ("nvfp4", "matchers.linears=3", ["matchers.linears"]),
+    ("nvfp4", "linears.type=path", ["matchers.linears", "'blocks', 'glob', 'regex'"]),
+    ("nvfp4", "bf16_blocks.config=fp8", ["matchers.bf16_blocks.config", "'fp8'", "nvfp4, bf16"]),
+    ("nvfp4", "linears.enabled=maybe", ["matchers.linears.enabled"]),
+    ("nvfp4", "linears={type: regex, pattern: (, config: nvfp4, enabled: 1}",
+     ["matchers.linears.pattern", "("]),
+    *(("nvfp4", f"bf16_blocks.first={value}", ["matchers.bf16_blocks.first", shown, "2/62"])
+      for value, shown in (("two", "two"), ("3/2", "3/2"), ("1/0", "1/0"), ("true", "true"),
+                           ("0.0", "0.0"), ("1.5", "1.5"), ("-4", "-4"))),
+]  # fmt: skip
 
 
-def put(path, value):
-    """Return an edit that sets one entry."""
-
-    def edit(raw):
-        *parents, last = path.split(".")
-        for key in parents:
-            raw = raw[key]
-        raw[last] = value
-
-    return edit
+@pytest.mark.parametrize("name, override, parts", REFUSED)
+def test_refused(name, override, parts):
+    with pytest.raises(UserError) as caught:
+        load_recipe(name, [override])
+    assert_one_line(caught, *parts)
 
 
-def drop(path):
-    def edit(raw):
+@pytest.mark.parametrize(
+    "path",
+    ["name", "configs", "matchers", *(f"matchers.linears.{key}" for key in
+     ("config", "enabled", "pattern", "type"))],
+)  # fmt: skip
+def test_missing_entries(tmp_path, path):
+    def drop(raw):
         *parents, last = path.split(".")
         for key in parents:
             raw = raw[key]
         del raw[last]
 
-    return edit
-
-
-WRONG = [
-    # unknown keys: the key, and the keys there are
-    (put("matcher", {}), ["matcher", "name, description, configs, matchers"]),
-    (put("configs.nvfp4.inputs", {}), ["configs.nvfp4.inputs", "input, weight, grad, fprop"]),
-    (put("configs.nvfp4.grad.round", "x"), ["configs.nvfp4.grad.round", "format, rounding"]),
-    (put("configs.nvfp4.wgrad.rht", 16), ["configs.nvfp4.wgrad.rht", "hadamard"]),
-    (
-        put("configs.nvfp4.wgrad.hadamard.seed", 1),
-        ["configs.nvfp4.wgrad.hadamard.seed", "size, signs, output"],
-    ),
-    (
-        put("configs.nvfp4.fprop", {"input": {"bits": 4}}),
-        ["configs.nvfp4.fprop.input.bits", "format, rounding"],
-    ),
-    (put("matchers.linears.first", 1), ["matchers.linears.first", "pattern"]),
-    (put("matchers.bf16_blocks.pattern", "*"), ["matchers.bf16_blocks.pattern", "first, last"]),
-    # missing ones
-    (drop("name"), ["name", "required"]),
-    (drop("configs"), ["configs", "required"]),
-    (drop("matchers"), ["matchers", "required"]),
-    (drop("matchers.linears.config"), ["matchers.linears.config", "required"]),
-    (drop("matchers.linears.enabled"), ["matchers.linears.enabled", "required"]),
-    (drop("matchers.linears.pattern"), ["matchers.linears.pattern", "required"]),
-    (drop("matchers.linears.type"), ["matchers.linears", "type"]),
-    # wrong values: the key, and the good ones
-    (
-        put("configs.nvfp4.grad.format", "nvfp5"),
-        ["configs.nvfp4.grad.format", "mean nvfp4, nvfp4-"],
-    ),
-    (put("configs.nvfp4.grad.format", "zzz"), ["configs.nvfp4.grad.format", "there are fp8-1x128"]),
-    (put("configs.nvfp4.grad.format", 4), ["configs.nvfp4.grad.format", "4"]),
-    (put("configs.nvfp4.grad.format", ["nvfp4"]), ["configs.nvfp4.grad.format"]),
-    (
-        put("configs.nvfp4.grad.rounding", "up"),
-        ["configs.nvfp4.grad.rounding", "'nearest' or 'stochastic'"],
-    ),
-    (put("configs.nvfp4.tensor_scale", 1), ["configs.nvfp4.tensor_scale", "'shard' or 'group'"]),
-    (
-        put("configs.nvfp4.wgrad.hadamard.signs", "drawn"),
-        ["configs.nvfp4.wgrad.hadamard.signs", "'fixed', 'fresh', 'none'", "integer"],
-    ),
-    (
-        put("configs.nvfp4.wgrad.hadamard.output", "fp16"),
-        ["configs.nvfp4.wgrad.hadamard.output", "'bf16' or 'fp32'"],
-    ),
-    (
-        put("configs.nvfp4.wgrad.hadamard.size", 17),
-        ["configs.nvfp4.wgrad.hadamard", "17", "power of two"],
-    ),
-    (put("configs.nvfp4.wgrad.hadamard.size", "x"), ["configs.nvfp4.wgrad.hadamard.size"]),
-    (put("configs.nvfp4", 5), ["configs.nvfp4"]),
-    (put("configs.nvfp4.input", None), ["configs.nvfp4.wgrad", "both operands"]),
-    (put("configs", []), ["configs"]),
-    (put("matchers", None), ["matchers"]),
-    (put("matchers.linears", 3), ["matchers.linears"]),
-    (put("matchers.linears.type", "path"), ["matchers.linears", "'blocks', 'glob', 'regex'"]),
-    (put("matchers.linears.config", "fp8"), ["matchers.linears.config", "'fp8'", "nvfp4, bf16"]),
-    (put("matchers.linears.enabled", "maybe"), ["matchers.linears.enabled"]),
-    (put("matchers.bf16_blocks.first", "two"), ["matchers.bf16_blocks.first", "two"]),
-    (put("matchers.bf16_blocks.first", "3/2"), ["matchers.bf16_blocks.first", "3/2", "2/62"]),
-    (put("matchers.bf16_blocks.first", "1/0"), ["matchers.bf16_blocks.first", "1/0"]),
-    (put("matchers.bf16_blocks.first", True), ["matchers.bf16_blocks.first", "2/62"]),
-    (put("matchers.bf16_blocks.first", 0.0), ["matchers.bf16_blocks.first", "2/62"]),
-    (
-        put("matchers.linears", {"type": "regex", "pattern": "(", "config": "nvfp4", "enabled": 1}),
-        ["matchers.linears.pattern", "("],
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    "edit, parts", WRONG, ids=[f"{p[0]}-{i}" for i, (_, p) in enumerate(WRONG)]
-)
-def test_wrong_entries(tmp_path, edit, parts):
     with pytest.raises(UserError) as caught:
-        load_edited(tmp_path, edit)
-    assert_one_line(caught, "mine.yaml: ", *parts)
+        load_edited(tmp_path, drop)
+    assert_one_line(caught, f"mine.yaml: {path}", "missing" if "type" in path else "required")
+
+
+def test_an_unknown_key_of_a_file(tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_edited(tmp_path, lambda raw: raw.update(matcher={}))
+    assert_one_line(caught, "mine.yaml: matcher: no such key", "name, description, configs")
 
 
 @pytest.mark.parametrize("overrides", [(), ("grad.rounding=nearest",)])
@@ -376,3 +321,31 @@ def test_unknown_names():
     with pytest.raises(UserError) as caught:
         load_recipe("no/such/file.yaml")
     assert_one_line(caught, "no/such/file.yaml", "does not exist")
+
+
+# Layers by sensitivity
+
+
+def test_the_most_sensitive_within_the_budget():
+    scores = {"a": 3.0, "b": 5.0, "c": 4.0, "d": 1.0}
+    sizes = {"a": 10, "b": 20, "c": 50, "d": 20}
+    assert most_sensitive(scores, sizes, 0.30) == ["b", "a"]  # c does not fit beside b
+    assert most_sensitive(scores, sizes, 0.19) == ["a"]
+    assert most_sensitive(scores, sizes, 0.0) == []
+    assert most_sensitive(scores, sizes, 1.0) == ["b", "c", "a", "d"]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [["decoder.layers.1.mlp.linear_fc1", "decoder.layers.11.self_attention.linear_qkv"], []],
+)
+def test_layers_that_are_kept(tmp_path, paths):
+    """Only those; what the recipe kept by position is quantized like all others."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(keep_in_high_precision("nvfp4", paths), sort_keys=False))
+    recipe, usual = load_recipe(str(file)), load_recipe("nvfp4", ["bf16_blocks=none"])
+    for number in range(24):
+        for name in ("mlp.linear_fc1", "self_attention.linear_qkv"):
+            layer = Layer(f"decoder.layers.{number}.{name}", number, 24)
+            wanted = HIGH_PRECISION if layer.path in paths else usual.precision_for(layer)
+            assert recipe.precision_for(layer) == wanted

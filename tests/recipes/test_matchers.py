@@ -50,28 +50,16 @@ def bf16_blocks(recipe: Recipe, blocks: int) -> list[int]:
     return sorted(high)
 
 
-@pytest.mark.parametrize("blocks", range(3, 12))
-def test_small_models_keep_one_and_one(blocks):
-    """2/62 and 8/62 of up to 11 blocks: max(1, round(...)) is 1 for both."""
-    assert bf16_blocks(load_recipe("nvfp4"), blocks) == [0, blocks - 1]
-
-
 @pytest.mark.parametrize(
     "blocks, first, last",
     [
-        (1, 1, 1),
-        (2, 1, 1),
-        (12, 1, 2),
-        (20, 1, 3),
-        (32, 1, 4),
-        (52, 2, 7),
-        (62, 2, 8),
-        (126, 4, 16),
+        (1, 1, 1), (2, 1, 1), *((blocks, 1, 1) for blocks in range(3, 12)), (12, 1, 2), (20, 1, 3),
+        (32, 1, 4), (52, 2, 7), (62, 2, 8), (126, 4, 16),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_shipped_blocks(name, blocks, first, last):
-    """62 blocks give the published 12B run's 2 + 8."""
+    """62 blocks give the published 12B run's 2 + 8, and each end keeps one at least."""
     expected = sorted({*range(first), *range(blocks - last, blocks)})
     assert bf16_blocks(load_recipe(name), blocks) == expected
 
@@ -97,29 +85,23 @@ def matched(matcher, layers) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "first, last, blocks", [(2, None, {0, 1}), (None, 1, {4}), (1, 2, {0, 3, 4}), (0, 0, set())]
-)
-def test_blocks(first, last, blocks):
-    matcher = in_blocks(first, last)
-    assert matched(matcher, model(5)) == {x.path for x in model(5) if x.block in blocks}
-
-
-@pytest.mark.parametrize(
-    "numbers, blocks",
+    "position, blocks",
     [
-        ((0,), {0}), ((3, 1), {1, 3}), ((-1,), {5}), ((-6, -2), {0, 4}), ((2, -1), {2, 5}),
-        ((0, -6), {0}), ((6, -7), set()),
+        ({"first": 2}, {0, 1}), ({"last": 1}, {5}), ({"first": 1, "last": 2}, {0, 4, 5}),
+        ({"first": 0, "last": 0}, set()),
+        # by number, negative from the end
+        ({"numbers": (0,)}, {0}), ({"numbers": (3, 1)}, {1, 3}), ({"numbers": (-1,)}, {5}),
+        ({"numbers": (-6, -2)}, {0, 4}), ({"numbers": (2, -1)}, {2, 5}),
+        ({"numbers": (0, -6)}, {0}), ({"numbers": (6, -7)}, set()),
+        ({"first": Fraction(1, 6), "last": 2, "numbers": (2, -4, -1)}, {0, 2, 4, 5}),
     ],
 )  # fmt: skip
-def test_block_numbers(numbers, blocks):
-    """From 0 on, and negative from the end, in any model."""
-    matcher = in_blocks(numbers=numbers)
-    assert {x.block for x in model(6) if matcher.matches(x)} == blocks
-
-
-def test_block_numbers_add_to_first_and_last():
-    matcher = in_blocks(Fraction(1, 6), 2, numbers=(2, -4, -1))
-    assert {x.block for x in model(6) if matcher.matches(x)} == {0, 2, 4, 5}
+def test_blocks(position, blocks):
+    matcher = in_blocks(**position)
+    assert matched(matcher, model(6)) == {x.path for x in model(6) if x.block in blocks}
+    matcher = in_blocks(kinds=("attention",), **position)
+    expected = {x.path for x in model(6) if x.block in blocks and "attention" in x.path}
+    assert len(expected) == 2 * len(blocks) and matched(matcher, model(6)) == expected
 
 
 KINDS_OF_PATHS = {
@@ -147,18 +129,9 @@ def test_kinds(path, kind):
     assert in_blocks(kinds=("attention", "mlp", "moe", "mamba")).matches(layer) is (kind != "other")
 
 
-@pytest.mark.parametrize(
-    "position, blocks",
-    [
-        ({}, {0, 1, 2, 3}), ({"first": 1}, {0}), ({"last": 1}, {3}), ({"numbers": (1, -1)}, {1, 3}),
-        ({"first": 1, "last": 1, "numbers": (2,)}, {0, 2, 3}),
-    ],
-)  # fmt: skip
-def test_kinds_narrow_the_blocks(position, blocks):
-    """A layer must be of the kind and in the blocks; a kind alone means all blocks."""
-    matcher = in_blocks(kinds=("attention",), **position)
-    expected = {x.path for x in model(4) if x.block in blocks and "attention" in x.path}
-    assert len(expected) == 2 * len(blocks) and matched(matcher, model(4)) == expected
+def test_a_kind_alone_means_all_blocks():
+    attention = {x.path for x in model(4) if "attention" in x.path}
+    assert matched(in_blocks(kinds=("attention",)), model(4)) == attention
 
 
 def test_kinds_and_numbers_by_recipe_set():

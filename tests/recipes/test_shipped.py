@@ -52,95 +52,91 @@ def operands(precision: LinearPrecision) -> dict[str, tuple[str, str]]:
 MXFP4_SR = "e2m1 1x32 floor 3/4 stochastic"
 MXFP8 = "e4m3 1x32 rceil nearest"
 
-OPERANDS = {
-    "bf16": {"fprop": HIGH, "dgrad": HIGH, "wgrad": HIGH},
-    "fp8-tile": {
-        "fprop": ("e4m3 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"),
-        "dgrad": ("e5m2 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"),
-        "wgrad": ("e5m2 1x128 pow2 nearest", "e4m3 1x128 pow2 nearest"),
-    },
-    "fp8-tile-e4m3": {
-        "fprop": ("e4m3 1x128 fp32 nearest", "e4m3 128x128 fp32 nearest"),
-        "dgrad": ("e4m3 1x128 fp32 nearest", "e4m3 128x128 fp32 nearest"),
-        "wgrad": ("e4m3 1x128 fp32 nearest", "e4m3 1x128 fp32 nearest"),
-    },
-    "fp8-tensorwise": {
-        "fprop": ("e4m3 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
-        "dgrad": ("e5m2 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
-        "wgrad": ("e5m2 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
-    },
-    "mxfp8": {"fprop": (MXFP8, MXFP8), "dgrad": (MXFP8, MXFP8), "wgrad": (MXFP8, MXFP8)},
-    "mxfp4-backward": {
-        "fprop": HIGH,
-        "dgrad": (MXFP4_SR, MXFP4_SR),
-        "wgrad": (MXFP4_SR, MXFP4_SR),
-    },
-    "mxfp4": {
-        "fprop": ("e2m1 1x32 rceil nearest", "e2m1 32x32 rceil nearest"),
-        "dgrad": ("e2m1 1x32 rceil stochastic", "e2m1 32x32 rceil nearest"),
-        "wgrad": ("e2m1 1x32 rceil stochastic", "e2m1 1x32 rceil nearest"),
-    },
-    "nvfp4": {
-        "fprop": ("e2m1 1x16 tensor nearest", "e2m1 16x16 tensor nearest"),
-        "dgrad": ("e2m1 1x16 tensor stochastic", "e2m1 16x16 tensor nearest"),
-        "wgrad": ("e2m1 1x16 tensor stochastic", "e2m1 1x16 tensor nearest"),
-    },
-}
-OPERANDS["nvfp4-fold"] = {
-    "fprop": ("e2m1 1x16 tensor foldable nearest", "e2m1 16x16 tensor foldable nearest"),
-    "dgrad": ("e2m1 1x16 tensor foldable-up stochastic", "e2m1 16x16 tensor foldable nearest"),
-    "wgrad": ("e2m1 1x16 tensor foldable-up stochastic", "e2m1 1x16 tensor foldable nearest"),
-}
-OPERANDS["fp8-row"] = dict.fromkeys(("fprop", "dgrad", "wgrad"), ("e4m3 row nearest",) * 2)
-OPERANDS["fp8-delayed"] = OPERANDS["fp8-tensorwise"]
-
+GEMMS = ("fprop", "dgrad", "wgrad")
+ROWS, SQUARES = "e2m1 1x16 tensor", "e2m1 16x16 tensor"
 FOUR_OVER_SIX = "e2m1 1x16 tensor mse 256"
-OPERANDS["nvfp4-4over6"] = {
-    "fprop": (f"{FOUR_OVER_SIX} nearest",) * 2,
-    "dgrad": (f"{FOUR_OVER_SIX} stochastic", f"{FOUR_OVER_SIX} nearest"),
-    "wgrad": (f"{FOUR_OVER_SIX} stochastic", f"{FOUR_OVER_SIX} nearest"),
+
+
+def gemms(fprop, dgrad, wgrad) -> dict[str, tuple[str, str]]:
+    return dict(zip(GEMMS, (fprop, dgrad, wgrad), strict=True))
+
+
+OPERANDS = {
+    "bf16": gemms(HIGH, HIGH, HIGH),
+    "fp8-tile": gemms(
+        ("e4m3 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"),
+        ("e5m2 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"),
+        ("e5m2 1x128 pow2 nearest", "e4m3 1x128 pow2 nearest"),
+    ),
+    "fp8-tile-e4m3": gemms(
+        ("e4m3 1x128 fp32 nearest", "e4m3 128x128 fp32 nearest"),
+        ("e4m3 1x128 fp32 nearest", "e4m3 128x128 fp32 nearest"),
+        ("e4m3 1x128 fp32 nearest", "e4m3 1x128 fp32 nearest"),
+    ),
+    "fp8-tensorwise": gemms(
+        ("e4m3 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
+        ("e5m2 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
+        ("e5m2 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
+    ),
+    "fp8-row": dict.fromkeys(GEMMS, ("e4m3 row nearest",) * 2),
+    "mxfp8": dict.fromkeys(GEMMS, (MXFP8, MXFP8)),
+    "mxfp4-backward": gemms(HIGH, (MXFP4_SR, MXFP4_SR), (MXFP4_SR, MXFP4_SR)),
+    "mxfp4": gemms(
+        ("e2m1 1x32 rceil nearest", "e2m1 32x32 rceil nearest"),
+        ("e2m1 1x32 rceil stochastic", "e2m1 32x32 rceil nearest"),
+        ("e2m1 1x32 rceil stochastic", "e2m1 1x32 rceil nearest"),
+    ),
+    "nvfp4": gemms(
+        (f"{ROWS} nearest", f"{SQUARES} nearest"),
+        (f"{ROWS} stochastic", f"{SQUARES} nearest"),
+        (f"{ROWS} stochastic", f"{ROWS} nearest"),
+    ),
+    "nvfp4-fold": gemms(
+        (f"{ROWS} foldable nearest", f"{SQUARES} foldable nearest"),
+        (f"{ROWS} foldable-up stochastic", f"{SQUARES} foldable nearest"),
+        (f"{ROWS} foldable-up stochastic", f"{ROWS} foldable nearest"),
+    ),
+    "nvfp4-4over6": gemms(
+        (f"{FOUR_OVER_SIX} nearest",) * 2,
+        (f"{FOUR_OVER_SIX} stochastic", f"{FOUR_OVER_SIX} nearest"),
+        (f"{FOUR_OVER_SIX} stochastic", f"{FOUR_OVER_SIX} nearest"),
+    ),
+    "nvfp4-4over6-te": gemms(
+        (f"{ROWS} mae 256 nearest", f"{SQUARES} mae 256 nearest"),
+        (f"{ROWS} stochastic", f"{SQUARES} mae 256 nearest"),
+        (f"{ROWS} stochastic", f"{ROWS} mae 256 nearest"),
+    ),
+    "averis": gemms(
+        (f"mean + {ROWS} nearest", f"{ROWS} nearest"),
+        (f"mean + {ROWS} stochastic", f"{ROWS} nearest"),
+        (f"mean + {ROWS} stochastic", f"mean + {ROWS} nearest"),
+    ),
+    "nvfp4-ue5m3": gemms(
+        (f"{ROWS} nearest", f"{ROWS} nearest"),
+        (f"{ROWS} stochastic", f"{ROWS} nearest"),
+        (f"{ROWS} stochastic", f"{ROWS} nearest"),
+    ),
+    "quartet2": gemms(
+        (f"{ROWS} nearest",) * 2,
+        (f"{ROWS} quartet2 stochastic",) * 2,
+        (f"{ROWS} quartet2 stochastic",) * 2,
+    ),
+    "torchao-v2": gemms(
+        (f"{ROWS} nearest",) * 2,
+        (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
+        (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
+    ),
+    "tetrajet2": gemms(
+        ("e2m1 1x128 nearest",) * 2, ("e2m1 1x128 stochastic",) * 2, ("e2m1 1x128 stochastic",) * 2
+    ),
 }
-OPERANDS["nvfp4-4over6-te"] = {
-    "fprop": ("e2m1 1x16 tensor mae 256 nearest", "e2m1 16x16 tensor mae 256 nearest"),
-    "dgrad": ("e2m1 1x16 tensor stochastic", "e2m1 16x16 tensor mae 256 nearest"),
-    "wgrad": ("e2m1 1x16 tensor stochastic", "e2m1 1x16 tensor mae 256 nearest"),
-}
-ROWS = "e2m1 1x16 tensor"
-OPERANDS["averis"] = {
-    "fprop": (f"mean + {ROWS} nearest", f"{ROWS} nearest"),
-    "dgrad": (f"mean + {ROWS} stochastic", f"{ROWS} nearest"),
-    "wgrad": (f"mean + {ROWS} stochastic", f"mean + {ROWS} nearest"),
-}
-OPERANDS["nvfp4-ue5m3"] = {
-    "fprop": (f"{ROWS} nearest", f"{ROWS} nearest"),
-    "dgrad": (f"{ROWS} stochastic", f"{ROWS} nearest"),
-    "wgrad": (f"{ROWS} stochastic", f"{ROWS} nearest"),
-}
-OPERANDS["quartet2"] = {
-    "fprop": (f"{ROWS} nearest",) * 2,
-    "dgrad": (f"{ROWS} quartet2 stochastic",) * 2,
-    "wgrad": (f"{ROWS} quartet2 stochastic",) * 2,
-}
-OPERANDS["torchao-v2"] = {
-    "fprop": (f"{ROWS} nearest",) * 2,
-    "dgrad": (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
-    "wgrad": (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
-}
-OPERANDS["tetrajet2"] = {
-    "fprop": ("e2m1 1x128 nearest",) * 2,
-    "dgrad": ("e2m1 1x128 stochastic",) * 2,
-    "wgrad": ("e2m1 1x128 stochastic",) * 2,
-}
-NAMES = {  # formats whose blocks look like NVFP4's
-    "nvfp4-ue5m3": dict.fromkeys(("fprop", "dgrad", "wgrad"), "nvfp4-ue5m3"),
-    "quartet2": {"fprop": "quartet2", "dgrad": "ms-eden", "wgrad": "ms-eden"},
-    "torchao-v2": {
-        "fprop": "nvfp4",
-        "dgrad": ["ms-eden", "nvfp4"],
-        "wgrad": ["ms-eden", "nvfp4"],
-    },
-}
+OPERANDS["fp8-delayed"] = OPERANDS["fp8-tensorwise"]
 OPERANDS["nemotron3-super"] = OPERANDS["nvfp4"]
+NAMES = {  # formats whose blocks look like NVFP4's
+    "nvfp4-ue5m3": dict.fromkeys(GEMMS, ("nvfp4-ue5m3", "nvfp4-ue5m3")),
+    "quartet2": gemms(("quartet2",) * 2, ("ms-eden",) * 2, ("ms-eden",) * 2),
+    "torchao-v2": gemms(("nvfp4",) * 2, ("ms-eden", "nvfp4"), ("ms-eden", "nvfp4")),
+}
 REUSED = {  # what GEMMs have of others: everything that is not named is False
     "averis": {"dgrad": {"rhs_of_fprop"}, "wgrad": {"rhs_of_fprop", "lhs_of_dgrad"}},
     "quartet2": {"dgrad": {"requantizes_rhs"}, "wgrad": {"requantizes_rhs"}},
@@ -160,30 +156,19 @@ QAT = {  # weight, input
     "int4-g128": ("int4 1x128 nearest", "e4m3 row nearest"),
 }
 for _name, (_weight, _input) in QAT.items():
-    OPERANDS[f"qat-{_name}"] = {
-        "fprop": ("high", _weight),
-        "dgrad": ("high", _weight),
-        "wgrad": HIGH,
-    }
-    OPERANDS[f"qat-{_name}-activations"] = {
-        "fprop": (_input, _weight),
-        "dgrad": ("high", _weight),
-        "wgrad": ("high", _input),
-    }
+    OPERANDS[f"qat-{_name}"] = gemms(("high", _weight), ("high", _weight), HIGH)
+    OPERANDS[f"qat-{_name}-activations"] = gemms(
+        (_input, _weight), ("high", _weight), ("high", _input)
+    )
 
+FIXED_16 = Hadamard(16, "fixed", "bf16")
 HADAMARDS = {
-    "mxfp4-backward": {"fprop": None, "dgrad": FRESH_64, "wgrad": FRESH_64},
-    "mxfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(32, "fixed", "bf16")},
-    "nvfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(16, "fixed", "bf16")},
+    "mxfp4-backward": {"dgrad": FRESH_64, "wgrad": FRESH_64},
+    "mxfp4": {"wgrad": Hadamard(32, "fixed", "bf16")},
+    **{name: {"wgrad": FIXED_16} for name in ("nvfp4", "nvfp4-fold", "nvfp4-4over6")},
+    **{name: {"dgrad": FRESH_128, "wgrad": FRESH_128} for name in ("quartet2", "torchao-v2")},
+    "tetrajet2": {"dgrad": FIXED_16, "wgrad": FIXED_16},
 }
-
-HADAMARDS["nvfp4-fold"] = HADAMARDS["nvfp4-4over6"] = HADAMARDS["nvfp4"]
-HADAMARDS["quartet2"] = HADAMARDS["torchao-v2"] = {
-    "fprop": None,
-    "dgrad": FRESH_128,
-    "wgrad": FRESH_128,
-}
-HADAMARDS["tetrajet2"] = dict.fromkeys(("dgrad", "wgrad"), Hadamard(16, "fixed", "bf16"))
 
 KEPT = {  # blocks of the published model -> what stays in high precision, from the ends
     "fp8-tile-e4m3": (10, {0, 8, 9}),
@@ -225,8 +210,7 @@ def test_operands(name):
     for precision in low or {HIGH_PRECISION}:
         assert operands(precision) == OPERANDS[name]
         for gemm, format in NAMES.get(name, {}).items():
-            names = [side.format.name for side in precision.gemms[gemm].sides]
-            assert names == ([format, format] if isinstance(format, str) else format)
+            assert tuple(side.format.name for side in precision.gemms[gemm].sides) == format
 
 
 @pytest.mark.parametrize("name", GPT)
@@ -243,17 +227,9 @@ def test_what_both_operands_share(name):
             assert precision.accumulation is None
             uses = ("rhs_of_fprop", "requantizes_rhs", "lhs_of_dgrad")
             found = {use for use in uses if getattr(precision, use)}
-            if name.startswith("qat-"):
-                found.discard("rhs_of_fprop")  # the next test's
-            assert found == REUSED.get(name, {}).get(gemm, set())
-
-
-@pytest.mark.parametrize("name", GPT)
-def test_values_of_fprop_are_those_of_straight_through(name):
-    """QAT: whatever fprop quantizes, dgrad and wgrad multiply by the same values."""
-    for config in load_recipe(name).configs.values():
-        for gemm in (config.dgrad, config.wgrad) if name.startswith("qat-") else ():
-            assert gemm.rhs_of_fprop == (gemm.rhs is not None)
+            # QAT, straight through: dgrad and wgrad multiply by whatever fprop quantizes.
+            qat = name.startswith("qat-") and gemm != "fprop" and precision.rhs is not None
+            assert found == ({"rhs_of_fprop"} if qat else REUSED.get(name, {}).get(gemm, set()))
 
 
 @pytest.mark.parametrize("name", GPT)
@@ -316,11 +292,7 @@ def test_fp8_tile_with_e4m3_gradients():
     """The option that the file names: E4M3 everywhere, the rest as before."""
     changed = load_recipe("fp8-tile", ["grad.format=fp8-1x128-e4m3"]).configs["fp8"]
     tile, square = "e4m3 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"
-    assert operands(changed) == {
-        "fprop": (tile, square),
-        "dgrad": (tile, square),
-        "wgrad": (tile, tile),
-    }
+    assert operands(changed) == gemms((tile, square), (tile, square), (tile, tile))
 
 
 def test_mxfp4_backward_under_an_fp8_forward():
@@ -329,13 +301,11 @@ def test_mxfp4_backward_under_an_fp8_forward():
     high, low = quantized(recipe, 5)
     assert not high and len(low) == 1
     (precision,) = low
-    assert operands(precision) == {
-        "fprop": OPERANDS["fp8-tile"]["fprop"],
-        "dgrad": (MXFP4_SR, MXFP4_SR),
-        "wgrad": (MXFP4_SR, MXFP4_SR),
+    assert operands(precision) == OPERANDS["mxfp4-backward"] | {
+        "fprop": OPERANDS["fp8-tile"]["fprop"]
     }
     transforms = {gemm: p.hadamard for gemm, p in precision.gemms.items()}
-    assert transforms == HADAMARDS["mxfp4-backward"]
+    assert transforms == {"fprop": None} | HADAMARDS["mxfp4-backward"]
 
 
 def test_the_high_precision_side_of_a_combination_is_untouched():

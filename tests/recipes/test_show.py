@@ -1,5 +1,6 @@
-"""``python -m megatron_lowbit.recipes``: tables of what a recipe does to a model, and exits."""
+"""``python -m megatron_lowbit.recipes``: tables of a recipe's effect on a model, and exits."""
 
+import io
 import os
 import re
 import subprocess
@@ -9,18 +10,53 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.recipes import load_recipe, shipped_recipes, show
+from megatron_lowbit.numerics import FORMATS
+from megatron_lowbit.recipes import Layer, load_recipe, precision_table, shipped_recipes
 from megatron_lowbit.recipes.command import main
+from megatron_lowbit.recipes.show import line_table, model_layers
 
-GPT = ["attention", "attention", "mlp", "mlp"]
-FIRST = ["fprop", "input", "bf16", "16"]
 NAMES = {
     "attention": ["self_attention.linear_qkv", "self_attention.linear_proj"],
     "mlp": ["mlp.linear_fc1", "mlp.linear_fc2"],
     "mamba": ["mixer.in_proj", "mixer.out_proj"],
 }
+MXNORM = ("--normalization", "MXNorm")
+LATE = "{fraction: 0.8, to: bf16, part: forward}"
+SHORT = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+EVERY = ", ".join(SHORT)
+OPERANDS = [("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad"), ("dgrad", "weight"),
+            ("wgrad", "grad"), ("wgrad", "input")]  # fmt: skip
+HIGH = [(*operand, "bf16", "16") for operand in OPERANDS]
+FORMATS_OF_NVFP4 = ("nvfp4", "nvfp4-2d", "nvfp4 SR", "nvfp4-2d", "nvfp4 SR", "nvfp4")
+NVFP4 = [
+    *(
+        (*operand, format, "4.5")
+        for operand, format in zip(OPERANDS, FORMATS_OF_NVFP4, strict=True)
+    ),
+    ("wgrad", "both", "RHT-16", ""),
+]
+
+
+def model(blocks):
+    return [Layer(f"decoder.layers.{b}.{name}", b, blocks) for b in range(blocks) for name in SHORT]
+
+
+def cells(table):
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def groups(recipe, layers):
+    """Return blocks, layers and matcher of each group, without its operands."""
+    return list(dict.fromkeys(row[:3] for row in cells(line_table(recipe, layers))))
+
+
+def printed(table, width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue().splitlines()
 
 
 def shown(*arguments, capsys):
@@ -33,7 +69,7 @@ def shown(*arguments, capsys):
 
 
 def test_gpt_layers():
-    layers = show.model_layers(None, 3)
+    layers = model_layers(None, 3)
     assert [layer.path for layer in layers] == [
         f"decoder.layers.{block}.{name}"
         for block in range(3)
@@ -42,12 +78,12 @@ def test_gpt_layers():
     ]
     assert [layer.block for layer in layers] == [0] * 4 + [1] * 4 + [2] * 4
     assert {layer.num_blocks for layer in layers} == {3}
-    assert [layer.kind for layer in layers] == GPT * 3
+    assert [layer.kind for layer in layers] == ["attention", "attention", "mlp", "mlp"] * 3
 
 
 def test_hybrid_layers():
     """A block a symbol, two linears each; the number of layers is the pattern's."""
-    layers = show.model_layers("M*-M", 99)
+    layers = model_layers("M*-M", 99)
     kinds = ["mamba", "attention", "mlp", "mamba"]
     assert [layer.path for layer in layers] == [
         f"decoder.layers.{block}.{name}" for block, kind in enumerate(kinds) for name in NAMES[kind]
@@ -71,14 +107,14 @@ def test_hybrid_layers():
 )
 def test_no_such_model(pattern, number, parts):
     with pytest.raises(UserError) as caught:
-        show.model_layers(pattern, number)
+        model_layers(pattern, number)
     for part in parts:
         assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("pattern", ["M*/", "M|*", "M*//"])
 def test_borders_that_are_no_blocks(pattern):
-    assert show.model_layers(pattern, 1) == show.model_layers("M*", 1)
+    assert model_layers(pattern, 1) == model_layers("M*", 1)
 
 
 # Tables
@@ -91,15 +127,9 @@ def test_a_hybrid_and_means(flag, capsys):
     assert lines[0] == ["recipe mxfp4: 4 of 8 linear layers quantized"]
     assert lines[1] == ["blocks", "linear layers", "matcher", "GEMM", "operand", "format", "bits"]
     assert lines[-1] == ["mean bits an element: fprop 10.1, dgrad 10.1, wgrad 10.1"]
-    assert ["0", "mixer.in_proj, mixer.out_proj", "bf16_blocks", *FIRST] in lines
-    assert [
-        "1",
-        "mlp.linear_fc1, mlp.linear_fc2",
-        "linears",
-        *FIRST[:2],
-        "mxfp4 rceil",
-        "4.25",
-    ] in lines
+    assert ["0", "mixer.in_proj, mixer.out_proj", "bf16_blocks", *HIGH[0]] in lines
+    row = ["1", "mlp.linear_fc1, mlp.linear_fc2", "linears", "fprop", "input"]
+    assert [*row, "mxfp4 rceil", "4.25"] in lines
 
 
 @pytest.mark.parametrize(
@@ -131,21 +161,20 @@ def test_combined_with_overrides(capsys):
     rows = [line[3:] for line in lines if len(line) > 3]
     assert rows[1:3] == [
         ["fprop", "input", "fp8-1x128-e4m3 pow2", "8.25"],
-        ["fprop", "weight", *FIRST[2:]],
+        [*HIGH[1]],
     ]
     assert ["wgrad", "both", "RHT-32 fp32 signs fresh"] in rows
     assert {line[2] for line in lines if len(line) > 3} == {"matcher", "linears / linears"}
 
 
 def test_switches_are_shown(capsys):
-    switch = "switches.late={fraction: 0.8, to: bf16, part: forward}"
-    lines = shown("show", "nvfp4", "--recipe-set", switch, capsys=capsys)
+    lines = shown("show", "nvfp4", "--recipe-set", f"switches.late={LATE}", capsys=capsys)
     assert lines[-1] == ["switch late: from fraction 0.8 on, forward by bf16"]
 
 
 def test_where_mxnorm_is_active(capsys):
     """In attention and MLPs that are quantized: nvfp4 keeps 1 + 2 of 12 blocks."""
-    lines = shown("show", "nvfp4", "--normalization", "MXNorm", capsys=capsys)
+    lines = shown("show", "nvfp4", *MXNORM, capsys=capsys)
     names = "self_attention.linear_qkv, mlp.linear_fc1"
     marked = [line for line in lines if "of MXNorm" in line]
     assert marked == [["1-9", names, "linears", "fprop", "input", "of MXNorm"]]
@@ -182,6 +211,165 @@ def test_a_terminal_of_80_columns(monkeypatch):
     assert any(line.split()[-2:] == ["signs", "fresh"] for line in lines)
 
 
+# Groups
+
+
+def test_equal_blocks_go_together():
+    recipe = load_recipe("nvfp4")
+    assert cells(line_table(recipe, model(8))) == [
+        *(("0, 7", EVERY, "bf16_blocks", *row) for row in HIGH),
+        *(("1-6", EVERY, "linears", *row) for row in NVFP4),
+    ]
+
+
+def test_matchers_within_a_block_are_groups_of_their_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        """
+name: mine
+configs:
+  low: {input: {format: nvfp4}, weight: {format: nvfp4}}
+  high: {}
+matchers:
+  fc1: {type: glob, pattern: "*linear_fc1", config: high, enabled: true}
+  middle: {type: regex, pattern: "layers.[12]", config: low, enabled: true}
+"""
+    )
+    recipe = load_recipe(str(path))
+    assert recipe.summary(model(4)) == "recipe mine: 6 of 16 linear layers quantized"
+    rest = "linear_qkv, linear_proj, linear_fc2"
+    assert groups(recipe, model(4)) == [
+        ("0, 3", rest, "-"),
+        ("1-2", rest, "middle"),
+        ("0-3", "linear_fc1", "fc1"),
+    ]
+
+
+def test_other_layers_of_neighbouring_blocks_stay_apart(tmp_path):
+    """One matcher takes fc1 of block 1 and fc2 of block 2, and no other layer of the two."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        """
+name: mine
+configs: {low: {input: {format: nvfp4}}}
+matchers:
+  some: {type: regex, pattern: "1.linear_fc1|2.linear_fc2", config: low, enabled: true}
+"""
+    )
+    assert groups(load_recipe(str(path)), model(4)) == [
+        ("0-3", "linear_qkv, linear_proj", "-"),
+        ("0, 2-3", "linear_fc1", "-"),
+        ("0-1, 3", "linear_fc2", "-"),
+        ("1", "linear_fc1", "some"),
+        ("2", "linear_fc2", "some"),
+    ]
+
+
+def test_a_range_of_a_hybrid_counts_blocks_with_such_layers():
+    parts = {"M": ("in_proj", "out_proj"), "-": ("linear_fc1", "linear_fc2")}
+    layers = [
+        Layer(f"decoder.layers.{b}.{name}", b, 6)
+        for b, symbol in enumerate("M-MM-M")
+        for name in parts[symbol]
+    ]
+    assert groups(load_recipe("nvfp4"), layers) == [
+        ("0, 5", "in_proj, out_proj", "bf16_blocks"),
+        ("2-3", "in_proj, out_proj", "linears"),
+        ("1-4", "linear_fc1, linear_fc2", "linears"),
+    ]
+
+
+def test_experts_have_one_name():
+    paths = [f"mlp.experts.local_experts.{number}.linear_fc1" for number in range(3)]
+    layers = [Layer(f"decoder.layers.{b}.{path}", b, 2) for b in range(2) for path in paths]
+    assert groups(load_recipe("fp8-row"), layers) == [
+        ("0-1", "mlp.experts.local_experts.*.linear_fc1", "linears")
+    ]
+
+
+# Operands
+
+
+BITS = {
+    "nvfp4": 4.5, "mxfp4": 4.25, "mxfp6-e2m3": 6.25, "mxfp6-e3m2": 6.25, "mxfp8-e4m3": 8.25,
+    "mxfp8-e5m2": 8.25, "fp8-1x128-e4m3": 8.25, "fp8-1x128-e5m2": 8.25, "fp8-tensor-e4m3": 8,
+    "nvfp4-ue5m3": 4.5, "quartet2": 4.5, "ms-eden": 4.5, "tetrajet2": 4 + 8 / 16 + 32 / 128,
+    "int4-1x32": 4.5, "int4-1x128": 4.125, "fp8-tensor-e5m2": 8,
+    "fp8-row-e4m3": 8, "fp8-row-e5m2": 8,
+    "fp8-128x128-e4m3": 8 + 32 / 128**2, "fp8-128x128-e5m2": 8 + 32 / 128**2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_of_every_format(format):
+    """Its own and its share of the scale: E8M0 or E4M3 for a block's row, FP32 for a tile."""
+    change = f"configs.bf16.input.format={format}"
+    row, other, *_ = cells(line_table(load_recipe("bf16", [change]), model(1)))
+    bits = BITS[format.removesuffix("-2d")]
+    assert row[3:] == ("fprop", "input", format, f"{bits:.4g}")
+    assert other[3:] == ("fprop", "weight", "bf16", "16")
+    assert FORMATS[format].bits_per_element == bits
+
+
+def test_bits_of_other_tiles():
+    for block, narrow, square in ((64, 8.5, 8 + 32 / 64**2), (16, 10, 8.125)):
+        changes = [f"{role}.block={block}" for role in ("input", "weight", "grad")]
+        row, other, *_ = cells(line_table(load_recipe("fp8-tile", changes), model(1)))
+        assert row[4:] == ("input", f"fp8-1x128-e4m3 pow2 block {block}", f"{narrow:.4g}")
+        assert other[4:] == ("weight", f"fp8-128x128-e4m3 pow2 block {block}", f"{square:.4g}")
+
+
+def test_everything_that_both_operands_share():
+    recipe = load_recipe(
+        "fp8-delayed",
+        ["dgrad.hadamard={size: 64, signs: fresh}", "wgrad.accumulation={inner: fp8}"],
+    )
+    rows = cells(line_table(recipe, model(1)))
+    assert [(row[3], row[5]) for row in rows if row[4] == "both"] == [
+        ("fprop", "delayed max-16"),
+        ("dgrad", "RHT-64 signs fresh"),
+        ("dgrad", "delayed max-16"),
+        ("wgrad", "delayed max-16"),
+        ("wgrad", "fp8 sums of 128"),
+    ]
+
+
+# On a terminal
+
+
+def test_a_terminal_has_a_row_a_group():
+    rows = cells(precision_table(load_recipe("nvfp4"), model(8)))
+    assert rows == [
+        (
+            "\n ".join(["bf16_blocks, blocks 0, 7:", *SHORT]),
+            "fprop\n\ndgrad\n\nwgrad\n",
+            *("\n".join(row[column] for row in HIGH) for column in (1, 2, 3)),
+        ),
+        (
+            "\n ".join(["linears, blocks 1-6:", *SHORT]),
+            "fprop\n\ndgrad\n\nwgrad\n\n",
+            *("\n".join(row[column] for row in NVFP4) for column in (1, 2, 3)),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("pattern", [None, "M-M*-M-M*-"])
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_80_columns_suffice(name, pattern):
+    """Each format and each number of bits is whole, each beside its own operand."""
+    recipe, layers = load_recipe(name), model_layers(pattern, 12)
+    lines = printed(precision_table(recipe, layers), 80)
+    assert max(map(len, lines)) <= 80
+    words = [line.split() for line in lines]
+    for row in cells(line_table(recipe, layers)):
+        operand = [*row[4:5], *row[5].split(), *filter(None, row[6:])]
+        assert any(line[-len(operand) :] == operand for line in words), operand
+    for layer in layers:
+        name = layer.path.split(".", 3)[3]
+        assert any(line[:1] == [name] for line in words), name
+    assert not any("…" in line for line in lines)
+
+
 # Exits
 
 
@@ -199,32 +387,14 @@ def test_a_terminal_of_80_columns(monkeypatch):
         (["show", "nvfp4", "--recipe-set", "grad.x=1"], ["configs.nvfp4.grad.x"]),
         (["show", "nvfp4", "--recipe-set", "bf16_blocks.numbers=[40]"], ["block 40", "0 to 11"]),
         (["show", "nvfp4", "--forward", "mxfp8", "--recipe-set", "grad=null"], ["forward.grad"]),
-        (["show", "bf16", "--normalization", "MXNorm"], ["MXNorm", "bf16 quantizes none"]),
-        (["show", "fp8-delayed", "--normalization", "MXNorm"], ["linear_qkv: ", "mxfp8-e4m3"]),
-        (
-            [
-                "show",
-                "nvfp4",
-                "--normalization",
-                "MXNorm",
-                "--recipe-set",
-                "configs.bf16.accumulation.inner=bf16",
-            ],
-            ["layers.0.", "is not quantized"],
-        ),
-        (
-            [
-                "show",
-                "mxfp8",
-                "--normalization",
-                "MXNorm",
-                "--recipe-set",
-                "switches.late={fraction: 0.8, to: bf16, part: forward}",
-            ],
-            ["(switch late: from fraction 0.8 on, forward by bf16): ", "mxfp8-e4m3"],
-        ),
+        (["show", "bf16", *MXNORM], ["MXNorm", "bf16 quantizes none"]),
+        (["show", "fp8-delayed", *MXNORM], ["linear_qkv: ", "mxfp8-e4m3"]),
+        (["show", "nvfp4", *MXNORM, "--recipe-set", "configs.bf16.accumulation.inner=bf16"],
+         ["layers.0.", "is not quantized"]),
+        (["show", "mxfp8", *MXNORM, "--recipe-set", f"switches.late={LATE}"],
+         ["(switch late: from fraction 0.8 on, forward by bf16): ", "mxfp8-e4m3"]),
     ],
-)
+)  # fmt: skip
 def test_bad_input(arguments, parts):
     with pytest.raises(UserError) as caught:
         main(arguments)
