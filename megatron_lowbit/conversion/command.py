@@ -39,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_lowbit.conversion.quantized import QuantizedAs
     from megatron_lowbit.data.tokenizer import ids_beyond_model
 
-    quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
-    if not args.quantized:
-        require(quantized[1:] == ([], []), "--recipe and --recipe-set go with --quantized")
-        quantized = None
+    quantized = None
+    if args.quantized:
+        quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
+    named = args.recipe or args.recipe_set
+    require(bool(quantized or not named), "--recipe and --recipe-set go with --quantized")
     is_export = args.command == "to-hugging-face"
     if is_export and (warning := next_steps.missing_packages(args.quantized)):
         require(not args.verify, f"--verify: {warning}")

@@ -97,13 +97,9 @@ def windows(usual: Callable[[Entries], Sequence[bool]]) -> Entry:
 
 
 class ConvertibleModel(NamedTuple):
-    """A model of a family.
+    """A model of the family ``name``: Megatron-LM's arguments, and the mapping of its tensors.
 
-    Attributes:
-        name: the family's.
-        model: Megatron-LM's arguments that describe the model.
-        rules: mapping of its tensors.
-        ignored: starts of the names of tensors that are not converted.
+    ``ignored`` are starts of the names of tensors that are not converted.
     """
 
     name: str

@@ -1,6 +1,5 @@
 """Mapping between Megatron-LM's tensors and Hugging Face's: their names and their rows."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,8 +111,8 @@ def expand(
     outer: Names,
     layers: Names | Sequence[Names],
     model: Model,
-    prefix: str = "model.layers",
-    is_transposed: bool = False,
+    prefix: str,
+    is_transposed: bool,
 ) -> list[Rule]:
     """Return the rules of all tensors of a model, layer by layer.
 
@@ -156,26 +155,23 @@ def _layer_lines(
     """Yield the tensors of all layers, and the pattern of the names that each is made of."""
     count, experts = model["num_layers"], model.get("num_experts", 0)
     alike = isinstance(layers, Mapping)
-    for layer, tensors in enumerate([layers] * count if alike else layers):
+    each: Sequence[Names] = [layers] * count if isinstance(layers, Mapping) else layers
+    for layer, tensors in enumerate(each):
         start = "decoder.layers." if alike else f"decoder.layers.{layer}."
         index, length = ((layer,), (count,)) if alike else ((), ())
-        for of_experts, group in groupby(tensors.items(), key=lambda line: "*" in line[0]):
-            lines = [(f"{start}{key}", f"{prefix}.{layer}.{names}") for key, names in group]
-            if not of_experts:
-                yield from ((TensorSlice(key, index, length), names) for key, names in lines)
-                continue
-            for expert in range(experts):
-                for key, names in lines:
-                    target = key.replace(".*", ""), (*index, expert), (*length, experts)
-                    yield TensorSlice(*target), names.replace("*", str(expert))
+        for key, names in tensors.items():
+            of_experts = "*" in key
+            for expert in range(experts) if of_experts else [0]:
+                axes = ((*index, expert), (*length, experts)) if of_experts else (index, length)
+                target = TensorSlice(start + key.replace(".*", ""), *axes)
+                yield target, f"{prefix}.{layer}.{names}".replace("*", str(expert))
 
 
 def _alternatives(pattern: str) -> tuple[str, ...]:
     """Return the names that a pattern such as ``{q,k,v}_proj.weight`` stands for."""
-    choice = re.search(r"\{(.+)\}", pattern)
-    if choice is None:
-        return (pattern,)
-    return tuple(pattern.replace(choice[0], name) for name in choice[1].split(","))
+    start, _, rest = pattern.partition("{")
+    names, _, end = rest.partition("}")
+    return tuple(f"{start}{name}{end}" for name in names.split(","))
 
 
 def _rows_of(key: str, output_rows: Mapping[str, int]) -> int:

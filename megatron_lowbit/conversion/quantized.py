@@ -29,7 +29,7 @@ from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Roun
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
-from megatron_lowbit.numerics.gemms import GEMM_ROLES
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.recipes import OPERANDS, GemmPrecision, Layer, Recipe, load_recipes
 from megatron_lowbit.recipes.record import difference, digest, recipe_from, record_of
 
@@ -79,7 +79,9 @@ def plan_quantization(
     if not wanted.recipes and (line := _changed_since(checkpoint)):
         say(line)
     layout = LAYOUTS[wanted.layout]
-    weights, modules, layers, unquantized = {}, {}, [], []
+    weights: dict[tuple[str, ...], Weight] = {}
+    modules: dict[str, Weight] = {}
+    layers, unquantized = [], []
     for rule in rules:
         layer, weight = _layer(rule.targets[0], num_layers), None
         if layer is not None:
@@ -171,7 +173,7 @@ def quantized_tensors(tensors: CheckpointReader, weight: Weight, layout: Layout)
             scales = scales.repeat_interleave(quantized.format.block_rows, dim=0)[:rows]
         # The parts have blocks of one row, and scales for each of their rows.
         format, columns = replace(quantized.format, block_rows=1), quantized.shape[1]
-        encoded = {}
+        encoded: dict[str, Tensor] = {}
         for name, codes, scale in zip(
             rule.names, _split(quantized.codes, rule), _split(scales, rule), strict=True
         ):
@@ -235,7 +237,7 @@ def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: CheckpointReade
     if len(size) != 2 or size[0] != len(OPERANDS) or size[1] < fprop.delayed.recorded:
         return None
     amaxes = fprop.delayed.earlier(tensors.read_part(key, (0, 0), size).float())
-    return amaxes[[OPERANDS.index(("fprop", role)) for role in GEMM_ROLES["fprop"]]]
+    return amaxes[[OPERANDS.index((Gemm.FPROP, role)) for role in GEMM_ROLES[Gemm.FPROP]]]
 
 
 def _input(
@@ -310,7 +312,8 @@ def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
         parts = weight.rule.to_hugging_face(weight.rule.read(tensors).float())
         for name, part in zip(weight.rule.names, parts, strict=True):
             noise = part - folder.dequantized(name)
-            energy = tuple(float(x.square().sum(dtype=torch.float64)) for x in (part, noise))
+            signal, error = (float(x.square().sum(dtype=torch.float64)) for x in (part, noise))
+            energy = (signal, error)
             blocks.setdefault(weight.layer.block, []).append((name, format, energy))
             weights[name] = {"format": format, "sqnr_db": _sqnr([energy])}
     total = _sqnr(energy for members in blocks.values() for _, _, energy in members)
@@ -323,13 +326,11 @@ def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
     table = Table(*columns, title=title, title_justify="left")
     for block, members in sorted(blocks.items()):
         formats = ", ".join(dict.fromkeys(format for _, format, _ in members))
-        errors = {name: _sqnr([energy]) for name, _, energy in members}
-        lowest = min(errors, key=lambda name: math.inf if errors[name] is None else errors[name])
-        block_sqnr, low = (
-            "exact" if value is None else f"{value:.2f}"
-            for value in (_sqnr(energy for _, _, energy in members), errors[lowest])
-        )
-        table.add_row(str(block), str(len(members)), formats, block_sqnr, f"{low} {lowest}")
+        errors = [(_sqnr([energy]), name) for name, _, energy in members]
+        lowest, name = min(errors, key=lambda error: math.inf if error[0] is None else error[0])
+        total = _sqnr(energy for _, _, energy in members)
+        block_sqnr, low = ("exact" if x is None else f"{x:.2f}" for x in (total, lowest))
+        table.add_row(str(block), str(len(members)), formats, block_sqnr, f"{low} {name}")
     plain_console(_COLUMNS).print(table)
 
 

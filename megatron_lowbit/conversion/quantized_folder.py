@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
-from megatron_lowbit.conversion.layouts import METHODS, MODELOPT
-from megatron_lowbit.conversion.layouts.by_module import DOCUMENT
+from megatron_lowbit.conversion.layouts import METHODS
+from megatron_lowbit.conversion.layouts.by_module import DOCUMENT, MODELOPT
 from megatron_lowbit.conversion.layouts.gpt_oss import stored_experts
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import as_object, read_object

@@ -90,12 +90,6 @@ def check_needs(
 ) -> None:
     """Check that :func:`verify` can compare what a command is going to convert.
 
-    Args:
-        source: a folder of Hugging Face's, for ``to-megatron``, or a directory of checkpoints.
-        command: ``to-megatron`` or ``to-hugging-face``.
-        tokens: ids to compare by.
-        vocab_size: rows of a checkpoint's vocabulary to keep.
-
     Raises UserError where transformers is not installed or does not know the folder's model, or a
     token is not in the vocabulary.
     """

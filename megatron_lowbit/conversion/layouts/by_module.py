@@ -192,17 +192,19 @@ def _scheme(format: BlockFormat, dynamic: bool | str) -> dict[str, Any]:
 def _stored_compressed(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
     quantization = Entries(config["quantization_config"], PLACE)
     groups = quantization.inner("config_groups").inner_objects()
-    forms = [group.string("format", quantization.string("format", "none")) for group in groups]
+    default = quantization.string("format", "none")
+    form_names = [group.string("format", default) for group in groups]
     known = [form.name for form in _FORMS.values()]
-    if unknown := sorted({*forms} - {*known}):
+    if unknown := sorted({*form_names} - {*known}):
         raise UserError(f"{PLACE}: format {unknown[0]} is not one of {', '.join(known)}")
     message = f"{PLACE}: transform_config: transformed weights are not read"
     require(not config["quantization_config"].get("transform_config"), message)
-    for form, group in zip(forms, groups, strict=True):
+    for name, group in zip(form_names, groups, strict=True):
         bits = group.inner("weights").integer("num_bits", 4, 1, 16)
-        message = f"{PLACE}: {form} weights of {bits} bits are not read, those of 4 are"
-        require(form != _INT4.name or bits == 4, message)
-    names, weights = set(names), {}
+        message = f"{PLACE}: {name} weights of {bits} bits are not read, those of 4 are"
+        require(name != _INT4.name or bits == 4, message)
+    names = set(names)
+    weights: dict[str, Stored] = {}
     for module in modules_with(names, "weight_scale"):
         present = (k for k in _FORMS.values() if all(module + part in names for part in k.parts))
         # The parts of some forms are among those of others.
@@ -258,7 +260,7 @@ def _modelopt_config(modules: Modules, unquantized: Sequence[str]) -> dict[str, 
     }
 
 
-def _modelopt_documents(config: dict[str, Any]) -> dict[str, dict]:
+def _modelopt_documents(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     quantization = {
         "quant_algo": config["quant_algo"],
         "kv_cache_quant_algo": None,

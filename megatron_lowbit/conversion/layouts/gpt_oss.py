@@ -152,6 +152,7 @@ def _stacked(experts: Sequence[LazyTensors]) -> LazyTensors:
         for part in parts:
             for name, tensor in part.items():
                 expert = _EXPERT.fullmatch(name)
+                assert expert is not None
                 roles = by_name.setdefault(_stack_name(expert), {})
                 roles.setdefault(expert[3], []).append(tensor)
         stacked = {}

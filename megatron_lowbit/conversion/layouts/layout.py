@@ -81,7 +81,7 @@ class Layout(NamedTuple):
     encode: Callable[[QuantizedTensor], dict[str, Tensor]]
     config: Callable[[Modules, Sequence[str]], dict[str, Any]]
     stored: Callable[[Iterable[str], dict[str, Any]], dict[str, Stored]]
-    documents: Callable[[dict[str, Any]], dict[str, dict]] = lambda config: {}
+    documents: Callable[[dict[str, Any]], dict[str, dict[str, Any]]] = lambda config: {}
     input_scale: tuple[str, Callable[[Tensor], Tensor]] | None = None
 
 
