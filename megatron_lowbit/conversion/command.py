@@ -40,27 +40,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_lowbit.data.tokenizer import ids_beyond_model
 
     quantized = None
-    if args.command == "to-hugging-face":
+    if args.quantized:
         quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
-        if not args.quantized:
-            require(quantized[1:] == ([], []), "--recipe and --recipe-set go with --quantized")
-            quantized = None
-        if warning := next_steps.missing_packages(args.quantized):
-            require(not args.verify, f"--verify: {warning}")
-            say(warning, file=sys.stderr)
+    named = args.recipe or args.recipe_set
+    require(bool(quantized or not named), "--recipe and --recipe-set go with --quantized")
+    is_export = args.command == "to-hugging-face"
+    if is_export and (warning := next_steps.missing_packages(args.quantized)):
+        require(not args.verify, f"--verify: {warning}")
+        say(warning, file=sys.stderr)
     if args.verify:
-        _check_verification(args)
-    if args.command == "to-megatron":
-        converted = to_megatron(args.source, args.output, args.force, args.shard_bytes)
-        folder, checkpoint = args.source, args.output
-        lines = next_steps.after_to_megatron(args.output, converted)
-    else:
+        # It needs megatron-core's models, which take seconds to import.
+        from megatron_lowbit.conversion.verify import check_needs
+
+        check_needs(args.source, args.command, args.verify_tokens, args.vocab_size)
+    if is_export:
         converted = to_hugging_face(
             args.source, args.output, args.dtype, args.carry, args.shard_bytes, args.force,
             quantized, args.vocab_size,
         )  # fmt: skip
         folder, checkpoint = args.output, args.source
         lines = next_steps.after_to_hugging_face(args.output, converted, args.quantized)
+    else:
+        converted = to_megatron(args.source, args.output, args.force, args.shard_bytes)
+        folder, checkpoint = args.source, args.output
+        lines = next_steps.after_to_megatron(args.output, converted)
     lines[:0] = filter(None, [ids_beyond_model(folder)])
     wrong = _verify(args, folder, checkpoint, quantized, converted.name) if args.verify else None
     say(*lines)
@@ -79,43 +82,25 @@ def _verify(
     """Compare both sides of a conversion; return what differs, None if nothing does."""
     from transformers.utils import logging
 
-    from megatron_lowbit.conversion.next_steps import LOADS, NOT_TRIED, READERS, outcome
-    from megatron_lowbit.conversion.verify import (
-        LIMIT,
-        ROUNDED_LIMIT,
-        verify,
-        wrong_weight,
-    )
+    from megatron_lowbit.conversion import next_steps, verify
 
     logging.set_verbosity_error()  # what it reports is compared here
-    difference, largest = verify(folder, checkpoint, args.verify_tokens, quantized)
+    difference, largest = verify.verify(folder, checkpoint, args.verify_tokens, quantized)
     say(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
-    limit = largest * (ROUNDED_LIMIT if getattr(args, "dtype", None) else LIMIT)
+    limit = largest * (verify.ROUNDED_LIMIT if args.dtype else verify.LIMIT)
     if not difference <= limit:
         return f"the limit for logits is {limit:.3g}"
     if args.command == "to-megatron":
         return None
-    if outcome(folder, family, args.quantized).result not in (LOADS, NOT_TRIED):
+    result = next_steps.outcome(folder, family, args.quantized).result
+    if result not in (next_steps.LOADS, next_steps.NOT_TRIED):
         say("weights are compared as lowbit-convert to-megatron reads them")
         return None
-    name = wrong_weight(folder, READERS[args.quantized].dtype)
+    name = verify.wrong_weight(folder, next_steps.READERS[args.quantized].dtype)
     if name is None:
         say("weights in transformers are those of the files")
         return None
     return f"transformers does not load the weights of {folder}: {name}"
-
-
-def _check_verification(args: argparse.Namespace) -> None:
-    """Raise UserError where ``--verify`` could not compare what is about to be converted."""
-    # It needs megatron-core's models, which take seconds to import.
-    from megatron_lowbit.checkpoints.reader import open_checkpoint
-    from megatron_lowbit.conversion.verify import check_source, check_tokens
-
-    if args.command == "to-megatron":
-        check_source(args.source, args.verify_tokens)
-    else:
-        model = open_checkpoint(args.source, check=False).model_arguments(args.vocab_size)
-        check_tokens(args.verify_tokens, model["vocab_size"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,9 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     there = commands.add_parser("to-megatron", help="safetensors to torch_dist")
     back = commands.add_parser("to-hugging-face", help="torch_dist to safetensors")
     gguf = commands.add_parser("to-gguf", help="safetensors to a GGUF file, for llama.cpp")
-    for command, kind in ((there, "folder"), (back, "folder"), (gguf, "file")):
+    for command, output in ((there, "folder"), (back, "folder"), (gguf, "file")):
         command.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
-        command.add_argument("output", type=Path, metavar="OUTPUT", help=f"a new {kind}")
+        command.add_argument("output", type=Path, metavar="OUTPUT", help=f"a new {output}")
         command.add_argument("--force", action="store_true", help="replace OUTPUT")
     for command in (there, back):
         command.add_argument(
@@ -141,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
             "--verify-tokens", type=int, nargs="+", default=TOKENS, metavar="ID",
             help="token ids for --verify (default: 1 to 8)",
         )  # fmt: skip
+    there.set_defaults(dtype=None, quantized=None, recipe=[], recipe_set=[], vocab_size=None)
     back.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     back.add_argument(
         "--carry", type=Path, metavar="FOLDER", help="folder whose tokenizer is copied to OUTPUT"

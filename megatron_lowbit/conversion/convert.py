@@ -1,42 +1,55 @@
 """Conversion of whole checkpoints between Hugging Face and Megatron-LM, tensor by tensor."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron_lowbit.checkpoints.reader import 
 from megatron_lowbit.checkpoints.hugging_face_files import (
     CONFIG,
+    WEIGHT_DTYPES,
     Folder,
+    LazyTensors,
     companion_files,
     copy_companions,
     write_tensors,
 )
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
-from megatron_lowbit.checkpoints.reader import open_checkpoint, other_name
-from megatron_lowbit.checkpoints.writer import COMMON, extra_states, write_iteration
+from megatron_lowbit.checkpoints.reader import (
+    EMBEDDING,
+    CheckpointReader,
+    open_checkpoint,
+    other_name,
+)
+from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, extra_states, write_iteration
 from megatron_lowbit.conversion import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_experts
-from megatron_lowbit.conversion.lazy_tensors import check_names, lazy_chunk, lazy_tensors
-from megatron_lowbit.conversion.mapping import Rule
-from megatron_lowbit.conversion.quantization_report import finish
+from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.conversion.quantized import (
     QuantizedAs,
+    finish,
     plan_quantization,
     quantized_tensors,
     recipe_digest,
 )
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
-from megatron_lowbit.errors import require, say
-from megatron_lowbit.json_files import read_object
+from megatron_lowbit.errors import UserError, require, say
+from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.storage.resumable_output import resumable_output
 
 ITERATION = 0
 MODEL_ARGUMENTS, COMPANIONS = "model.args", "hugging_face"
 """Names beside a converted checkpoint: its model's arguments, and its source's other files."""
+_USUAL_HEAD = "lm_head.weight"
+_PADDING = "pad_vocab_size_multiple"
+"""The entry of config.json by which a model says that its vocabulary has rows without tokens."""
 
 
 def to_megatron(
@@ -53,13 +66,13 @@ def to_megatron(
     companion_files(source)
     folder = open_folder(source)
     converted = from_config(folder.config, str(source / CONFIG))
-    left_out = folder.leave_out(converted.left_out)
+    ignored = folder.leave_out(converted.ignored)
     rules = _with_names_of(folder, converted.rules)
     check_names(folder, rules)
     if "num_experts" in converted.model:
-        rules += _other_norms(rules)
-    chunks = [lazy_chunk(folder, rule) for rule in rules]
-    chunks += extra_states(rule.target for rule in rules)
+        rules = [*rules, *_other_norms(rules)]
+    chunks = [chunk for rule in rules for chunk in lazy_chunks(folder, rule)]
+    chunks += extra_states(target for rule in rules for target in rule.targets)
     common = COMMON | {"iteration": ITERATION, "args": saved_arguments(converted.model)}
     task = {"task": "to-megatron", "source": str(source.absolute()), "config": folder.config,
             "files": folder.files(), "file_bytes": file_bytes}  # fmt: skip
@@ -68,28 +81,99 @@ def to_megatron(
         copy_companions(source, partial.path / COMPANIONS, folder.config)
         text = argument_file(converted.name, converted.model)
         (partial.path / MODEL_ARGUMENTS).write_text(text)
-    if left_out:
-        say(f"{source}: {left_out} tensors of multi-token prediction are left out")
+    if ignored:
+        say(f"{source}: {ignored} tensors of multi-token prediction are left out")
     return converted
 
 
-def _with_names_of(folder: Folder, rules: Sequence[Rule]) -> list[Rule]:
+def _with_names_of(folder: Folder, rules: Sequence[Rule]) -> Sequence[Rule]:
     """Return the rules with a folder's names, which lack ``transformer.`` in GPT-2's own files."""
     short = [
-        rule._replace(names=tuple(name.partition(".")[2] for name in rule.names)) for rule in rules
+        replace(rule, names=tuple(name.partition(".")[2] for name in rule.names)) for rule in rules
     ]
     first, short_first = rules[0].names[0], short[0].names[0]
-    is_short = first not in folder.file_of and short_first in folder.file_of
-    return short if is_short else list(rules)
+    return short if first not in folder.file_of and short_first in folder.file_of else rules
 
 
 def _other_norms(rules: Sequence[Rule]) -> list[Rule]:
     """Return rules for norms under their other name, so that all kinds of layers load a model."""
     renamed = [
-        rule._replace(target=rule.target._replace(key=other_name(rule.target.key)))
+        tuple(target._replace(key=other_name(target.key)) for target in rule.targets)
         for rule in rules
     ]
-    return [new for new, rule in zip(renamed, rules, strict=True) if new != rule]
+    pairs = zip(rules, renamed, strict=True)
+    return [replace(rule, targets=targets) for rule, targets in pairs if targets != rule.targets]
+
+
+def check_names(folder: Folder, rules: Sequence[Rule]) -> None:
+    """Raise UserError where a folder's tensors are not those of the rules.
+
+    A model whose embedding and output are tied may hold the embedding again as ``lm_head.weight``.
+    """
+    names = {rule.targets[0].key: rule.names[0] for rule in rules}
+    head = names.get(HEAD)
+    if head and head not in folder.file_of:
+        raise UserError(
+            f"{folder.path}: no tensor {head}, but {CONFIG} says that embedding and output are "
+            'not tied; "tie_word_embeddings": true takes the embedding for both'
+        )
+    expected = {name for rule in rules for name in rule.names}
+    if not head and _USUAL_HEAD in folder.file_of:
+        embedding = names[EMBEDDING]
+        folder.check(expected | {_USUAL_HEAD})
+        if not torch.equal(folder.read(embedding), folder.read(_USUAL_HEAD)):
+            raise UserError(
+                f"{folder.path}: {_USUAL_HEAD} differs from {embedding}, but {CONFIG} says that "
+                'they are tied; it needs "tie_word_embeddings": false'
+            )
+        expected.add(_USUAL_HEAD)
+    folder.check(expected)
+
+
+def lazy_chunks(folder: Folder, rule: Rule) -> list[LazyChunk]:
+    """Return the chunks of Megatron-LM's tensors that a rule makes of a folder's tensors.
+
+    Raises UserError where their shapes are not those of config.json.
+    """
+    # Tensors without content: what does not fit fails before anything is written.
+    parts: list[Tensor] = []
+    multiple = Entries(folder.config, CONFIG).integer(_PADDING, 1) if rule.is_padded else 1
+    for name, rows in zip(rule.names, rule.rows, strict=True):
+        shape, dtype = folder.shape(name)
+        tensor = f"{folder.path}: {name}"
+        known = " or ".join(map(str, WEIGHT_DTYPES))
+        require(dtype in WEIGHT_DTYPES, f"{tensor} is {dtype}; a weight is {known}")
+        stored = shape[-1:] if rule.is_transposed else shape[:1]
+        message = f"{tensor} has {[*stored, 'no'][0]} rows; {CONFIG} says {rows}"
+        if rule.is_padded and stored > (rows,):
+            message += f" (vocab_size); rows without tokens need {_PADDING} there"
+        require(stored in ((rows,), (-(-rows // multiple) * multiple,)), message)
+        part = torch.empty(shape, dtype=dtype, device="meta")
+        parts.append(part)
+        require(
+            (part.shape[1:], dtype) == (parts[0].shape[1:], parts[0].dtype),
+            f"{tensor} is {list(shape)} {dtype} and does not fit {rule.names[0]}, "
+            f"{list(parts[0].shape)} {parts[0].dtype}",
+        )
+    try:
+        outlines = rule.to_megatron(parts)
+    except RuntimeError:
+        raise UserError(
+            f"{folder.path}: {rule.names[0]} is {list(parts[0].shape)}, not of the model's shape"
+        ) from None
+
+    def make(number: int) -> Tensor:
+        return rule.to_megatron([folder.read(name) for name in rule.names])[number]
+
+    chunks = []
+    for number, (target, outline) in enumerate(zip(rule.targets, outlines, strict=True)):
+        shape = tuple(outline.shape)
+        offset, sizes = target.block(shape)
+        stacked = (*target.leading, *shape)
+        chunks.append(
+            LazyChunk(target.key, offset, sizes, stacked, outline.dtype, bind(make, number))
+        )
+    return chunks
 
 
 def to_hugging_face(
@@ -127,17 +211,24 @@ def to_hugging_face(
         companion_files(companions)
     rules, wanted = family.rules(model), getattr(torch, dtype) if dtype else None
     config = _other_entries(companions) | family.to_config(model)
-    checkpoint.check(rule.target for rule in rules)
-    config["torch_dtype"] = dtype or str(checkpoint.dtype(rules[0].target)).removeprefix("torch.")
-    if quantized is None:
-        plan, contents = None, lazy_tensors(checkpoint, rules, wanted)
-    else:
+    checkpoint.check(target for rule in rules for target in rule.targets)
+    stored = checkpoint.dtype(rules[0].targets[0])
+    config["torch_dtype"] = dtype or str(stored).removeprefix("torch.")
+    plan = None
+    if quantized is not None:
         plan = plan_quantization(quantized, checkpoint, rules, model["num_layers"])
         quantized_names = [name for names in plan.weights for name in names]
         check_experts(quantized_names, config, plan.layout.name)
         config[QUANTIZATION] = plan.config
-        contents = quantized_tensors(checkpoint, rules, wanted, plan)
-    contents = stack_experts(contents, config)
+    contents = stack_experts(
+        [
+            quantized_tensors(checkpoint, plan.weights[rule.names], plan.layout)
+            if plan and rule.names in plan.weights
+            else lazy_tensors(checkpoint, rule, wanted)
+            for rule in rules
+        ],
+        config,
+    )
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
             "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
             "recipe": quantized and recipe_digest(quantized, checkpoint), "dtype": dtype,
@@ -147,7 +238,21 @@ def to_hugging_face(
         copy_companions(companions, partial.path, config)
         if plan is not None:
             finish(partial.path, checkpoint, plan)
-    return ConvertibleModel(family.name, model, config, rules)
+    return ConvertibleModel(family.name, model, rules)
+
+
+def lazy_tensors(tensors: CheckpointReader, rule: Rule, dtype: torch.dtype | None) -> LazyTensors:
+    """Return Hugging Face's tensors of a checkpoint's, in this dtype or, if None, in theirs.
+
+    Raises UserError where their shapes are not the model's.
+    """
+    wanted = dtype or tensors.dtype(rule.targets[0])
+
+    def split(joined: Tensor) -> dict[str, Tensor]:
+        parts = zip(rule.names, rule.to_hugging_face(joined), strict=True)
+        return {name: part.to(wanted) for name, part in parts}
+
+    return LazyTensors(split(rule.outline(tensors)), lambda: split(rule.read(tensors)))
 
 
 def _other_entries(companions: Path | None) -> dict[str, Any]:

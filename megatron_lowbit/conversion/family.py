@@ -5,13 +5,13 @@ them.
 """
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import FEATURES, MOST_EXPERTS, MOST_LAYERS
-from megatron_lowbit.conversion.mapping import Model, Rule, TensorTable, expand
+from megatron_lowbit.conversion.mapping import Model, Names, Rule, expand
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
@@ -24,19 +24,12 @@ class Entry(NamedTuple):
     write: Callable[[Any], Any] = lambda value: value
 
 
-def integer(
-    key: str, default: int | Callable[[Entries], int] | None = None, **limits: int
-) -> Entry:
-    """Return an entry that is an integer within limits; the default may depend on other entries."""
-
-    def read(entries: Entries) -> int:
-        other = default(entries) if callable(default) else default
-        return entries.integer(key, other, **limits)
-
-    return Entry(key, read)
+def integer(key: str, default: int | None = None, **limits: int) -> Entry:
+    """Return an entry that is an integer within limits."""
+    return Entry(key, lambda entries: entries.integer(key, default, **limits))
 
 
-def positive_number(key: str, default: float) -> Entry:
+def positive_number(key: str, default: float | None = None) -> Entry:
     """Return an entry that is a number above 0."""
     return Entry(key, lambda entries: entries.number(key, default, above=0))
 
@@ -45,6 +38,11 @@ def untied(default: bool) -> Entry:
     """Return the entry whose negation is ``--untie-embeddings-and-output-weights``."""
     key = "tie_word_embeddings"
     return Entry(key, lambda entries: not entries.boolean(key, default), lambda value: not value)
+
+
+def number_of_layers(entries: Entries) -> int:
+    """Return the number of a model's layers."""
+    return entries.integer("num_hidden_layers", most=MOST_LAYERS)
 
 
 def query_groups(entries: Entries) -> int:
@@ -56,12 +54,12 @@ def query_groups(entries: Entries) -> int:
     return groups
 
 
-def experts(key: str, default: Callable[[Entries], int | None] = lambda entries: None) -> Entry:
-    """Return an entry that is the number of a layer's experts."""
+def experts(key: str, other_key: str = "") -> Entry:
+    """Return an entry that is the number of a layer's experts, under either key."""
 
     def read(entries: Entries) -> int:
-        layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
-        return entries.integer(key, default(entries), most=MOST_EXPERTS // layers)
+        default = entries.integer(other_key, 0, least=0) if other_key else 0
+        return entries.integer(key, default or None, most=MOST_EXPERTS // number_of_layers(entries))
 
     return Entry(key, read)
 
@@ -81,61 +79,55 @@ def window(default: int) -> Entry:
     return Entry(key, lambda entries: (entries.integer(key, default) - 1, 0), lambda w: w[0] + 1)
 
 
-def windows(read: Callable[[Entries], list[int]]) -> Entry:
-    """Return the entry that says which layers have a window, read as 1 or 0 for each layer."""
-    return Entry("layer_types", read, lambda pattern: [(_FULL, _WINDOW)[has] for has in pattern])
+def windows(usual: Callable[[Entries], Sequence[bool]]) -> Entry:
+    """Return the entry that says which layers have a window, read as 1 or 0 for each layer.
 
+    ``usual`` gives the layers that have one in a config.json without the entry.
+    """
+    key = "layer_types"
 
-def layers_with_windows(entries: Entries) -> list[int]:
-    """Return 1 for each layer with a window, 0 for the others; by default every second."""
-    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
-    kinds = entries.strings("layer_types") or [(_WINDOW, _FULL)[i % 2] for i in range(layers)]
-    message = f"layer_types must be {_WINDOW!r} or {_FULL!r} for each of {layers} layers"
-    require(len(kinds) == layers and {*kinds} <= {_WINDOW, _FULL}, f"{CONFIG}: {message}")
-    return [int(kind == _WINDOW) for kind in kinds]
+    def read(entries: Entries) -> list[int]:
+        layers = number_of_layers(entries)
+        types = entries.strings(key) or [(_FULL, _WINDOW)[has] for has in usual(entries)]
+        message = f"{key} must be {_WINDOW!r} or {_FULL!r} for each of {layers} layers"
+        require(len(types) == layers and {*types} <= {_WINDOW, _FULL}, f"{CONFIG}: {message}")
+        return [int(type == _WINDOW) for type in types]
 
-
-def check_window(model: Model, family: str) -> None:
-    """Raise UserError for a window that reaches ahead."""
-    _, after = size = model["window_size"]
-    require(after == 0, f"the model has window_size {size}; a {family} has 0 tokens ahead")
+    return Entry(key, read, lambda pattern: [(_FULL, _WINDOW)[has] for has in pattern])
 
 
 class ConvertibleModel(NamedTuple):
-    """A model of a family.
+    """A model of the family ``name``: Megatron-LM's arguments, and the mapping of its tensors.
 
-    Attributes:
-        name: the family's.
-        model: Megatron-LM's arguments that describe the model.
-        config: Hugging Face's config.json.
-        rules: mapping of its tensors.
-        left_out: starts of the names of tensors that are not converted.
+    ``ignored`` are starts of the names of tensors that are not converted.
     """
 
     name: str
     model: Model
-    config: Mapping[str, Any]
     rules: list[Rule]
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of models.
+    """Models with the same entries of config.json and the same names of tensors.
 
     Attributes:
         name: the family's, for people.
         architecture: ``architectures`` in config.json.
         model_type: ``model_type`` in config.json.
-        arguments: Megatron-LM's arguments that all models of the family have.
+        arguments: Megatron-LM's arguments that all models of the family have, or functions that
+            compute them from those of ``entries``.
         fixed: entries of config.json with the only value that is converted, also by default.
         entries: Megatron-LM's arguments with their entries of config.json.
-        tensors: table of tensors of a model.
+        outer: tensors outside the layers, the embedding first.
+        layers: tensors of a layer, as :func:`~mapping.expand` takes them, or a function that
+            returns them for a model.
+        prefix: start of Hugging Face's names before the number of a layer.
         is_transposed: whether Hugging Face stores the weights of linear layers as (in, out).
         more_arguments: function that reads arguments which are no entry of their own.
         more_entries: function that writes entries which are no argument of their own, and checks
             the model.
-        left_out: function that returns the starts of the names of tensors that are not converted.
         defaults: what transformers takes for entries that a config.json lacks, where it is not the
             default of the entry itself.
     """
@@ -146,11 +138,12 @@ class Family:
     arguments: Mapping[str, Any]
     fixed: Mapping[str, Any]
     entries: Mapping[str, Entry]
-    tensors: Callable[[Model], TensorTable]
+    outer: Names
+    layers: Names | Callable[[Model], Names | Sequence[Names]]
+    prefix: str = "model.layers"
     is_transposed: bool = False
     more_arguments: Callable[[Entries], dict[str, Any]] = lambda entries: {}
     more_entries: Callable[[Model], dict[str, Any]] = lambda model: {}
-    left_out: Callable[[Entries], tuple[str, ...]] = lambda entries: ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def from_config(self, config: dict[str, Any]) -> ConvertibleModel:
@@ -164,9 +157,12 @@ class Family:
                 raise UserError(f"{CONFIG}: {key} {shown}: only {value!r} is converted")
         entries = Entries({**self.defaults, **config}, CONFIG)
         model = {name: entry.read(entries) for name, entry in self.entries.items()}
-        model = {**self.arguments, **model, **self.more_arguments(entries)}
-        left_out = self.left_out(entries)
-        return ConvertibleModel(self.name, model, config, self.rules(model), left_out)
+        model = {**self._usual(model), **model, **self.more_arguments(entries)}
+        # DeepSeek's files have layers for multi-token prediction behind the others.
+        more = entries.integer("num_nextn_predict_layers", 0, least=0, most=MOST_LAYERS)
+        first = model["num_layers"]
+        ignored = tuple(f"{self.prefix}.{layer}." for layer in range(first, first + more))
+        return ConvertibleModel(self.name, model, self.rules(model), ignored)
 
     def to_config(self, model: Model) -> dict[str, Any]:
         """Build a config.json for a trained model.
@@ -174,7 +170,11 @@ class Family:
         Raises UserError where one of the model's arguments is not the family's.
         """
         others = {name: usual for name, usual in FEATURES.items() if name not in self.entries}
-        check_arguments(model, self.name, {**others, **self.arguments})
+        check_arguments(model, self.name, {**others, **self._usual(model)})
+        if "window_size" in model:
+            message = f"the model has window_size {model['window_size']}"
+            ahead = model["window_size"][1]
+            require(ahead == 0, f"{message}; a {self.name} has 0 tokens ahead")
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -185,7 +185,15 @@ class Family:
 
     def rules(self, model: Model) -> list[Rule]:
         """Return the mapping of a model's tensors."""
-        return expand(self.tensors(model), model, self.is_transposed)
+        layers = self.layers(model) if callable(self.layers) else self.layers
+        return expand(self.outer, layers, model, self.prefix, self.is_transposed)
+
+    def _usual(self, model: Model) -> dict[str, Any]:
+        """Return the arguments that all models of the family have, for a model."""
+        return {
+            name: value(model) if callable(value) else value
+            for name, value in self.arguments.items()
+        }
 
 
 def check_arguments(model: Model, family: str, wanted: Mapping[str, Any]) -> None:

@@ -20,19 +20,20 @@ Sources: llama.cpp's ``convert_hf_to_gguf.py`` for names and metadata; ggml-comm
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, companion_files
+from megatron_lowbit.conversion.convert import lazy_chunks
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.families.dense import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.lazy_tensors import lazy_chunk
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.conversion.quantized_folder import open_folder
 from megatron_lowbit.errors import UserError, as_user_error, require
@@ -42,7 +43,6 @@ from megatron_lowbit.storage.lock import output_lock
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
-
 
 _E4M3_NAN = 0x7F
 
@@ -92,14 +92,8 @@ def _check_scales(scales: Tensor, first_refused: int, name: str) -> None:
     require(is_good, f"a scale is NaN or negative, which {name} scales in ggml are not")
 
 
-class Architecture(NamedTuple):
-    """llama.cpp's name of a family, and whether it rotates neighbouring channels of a head."""
-
-    name: str
-    rotates_neighbours: bool
-
-
-ARCHITECTURES = {"Llama": Architecture("llama", True), "Qwen3": Architecture("qwen3", False)}
+ARCHITECTURES = {"Llama": "llama", "Qwen3": "qwen3"}
+"""llama.cpp's names of families."""
 _METADATA = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "block_count": "num_layers", "feed_forward_length": "ffn_hidden_size",
@@ -118,15 +112,8 @@ _BLOCKS: Mapping[tuple[str, ...], tuple[str, Callable[..., Tensor]]] = {
 """ggml's types, and functions from codes and scales to blocks, by the tensors of a weight."""
 
 
-class GGUFTensor(NamedTuple):
-    """Tensor of a GGUF file: its name, ggml's type, and its bytes, uint8 (..., bytes of a row).
-
-    ``read`` returns the bytes; with True, an outline of them on the ``meta`` device.
-    """
-
-    name: str
-    type: str
-    read: Callable[[bool], Tensor]
+GGUFTensor = tuple[str, str, Tensor]
+"""Name of a tensor of a file, ggml's type, and its bytes, uint8 (..., bytes of a row)."""
 
 
 class GGUFSummary(NamedTuple):
@@ -152,10 +139,13 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     converted = from_config(folder.config, str(source / CONFIG))
     known = " and ".join(ARCHITECTURES)
     require(converted.name in ARCHITECTURES, f"to-gguf converts {known}, not {converted.name}")
-    architecture, model = ARCHITECTURES[converted.name], converted.model
-    tensors = list(_tensors(folder, converted, architecture))
+    model, names = converted.model, [name for rule in converted.rules for name in rule.names]
+    folder.check(names)
+    for rule in converted.rules:
+        lazy_chunks(folder, rule)  # checks shapes
+    outlines = list(_tensors(folder, names, converted, outline=True))
     partial = output.with_name(f".{output.name}.partial")
-    writer = gguf.GGUFWriter(partial, architecture.name)
+    writer = gguf.GGUFWriter(partial, ARCHITECTURES[converted.name])
     for entry, argument in _METADATA.items():
         getattr(writer, f"add_{entry}")(model[argument])
     with as_user_error(f"{source}: its tokenizer cannot be read"):
@@ -163,7 +153,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     with closing(output_lock(output)):
         try:
             partial.unlink(missing_ok=True)  # It might be a link.
-            size = _write(writer, tensors)
+            size = _write(writer, outlines, _tensors(folder, names, converted))
             require(partial.stat().st_size == size, f"{partial}: not the {size} bytes written")
             require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
             partial.replace(output)
@@ -171,26 +161,27 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
             raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
         finally:
             partial.unlink(missing_ok=True)
-    matrices = [tensor.type for tensor in tensors if tensor.read(True).ndim > 1]
+    matrices = [type for _, type, outline in outlines if outline.ndim > 1]
     types = {type: matrices.count(type) for type in dict.fromkeys(matrices)}
     return GGUFSummary(converted.name, types)
 
 
-def _write(writer: "GGUFWriter", tensors: list[GGUFTensor]) -> int:
+def _write(
+    writer: "GGUFWriter", outlines: Iterable[GGUFTensor], tensors: Iterable[GGUFTensor]
+) -> int:
     """Write metadata and tensors, one tensor in memory at a time; return the number of bytes."""
     from gguf import GGMLQuantizationType
 
-    for tensor in tensors:
-        outline, kind = tensor.read(True), GGMLQuantizationType[tensor.type]
-        byte = torch.empty(0, dtype=outline.dtype).numpy().dtype
-        writer.add_tensor_info(tensor.name, outline.shape, byte, outline.nbytes, kind)
+    for name, type, outline in outlines:
+        byte, ggml_type = np.dtype("uint8"), GGMLQuantizationType[type]
+        writer.add_tensor_info(name, outline.shape, byte, outline.nbytes, ggml_type)
     try:
         writer.write_header_to_file()
         with as_user_error(f"{writer.path}: the text of a tokenizer cannot be written"):
             writer.write_kv_data_to_file()  # encodes its text
         writer.write_ti_data_to_file()
-        for tensor in tensors:
-            writer.write_tensor_data(tensor.read(False).numpy())
+        for _, _, tensor in tensors:
+            writer.write_tensor_data(tensor.numpy())
         (stream,) = writer.fout
         stream.flush()
         os.fsync(stream.fileno())
@@ -200,52 +191,35 @@ def _write(writer: "GGUFWriter", tensors: list[GGUFTensor]) -> int:
 
 
 def _tensors(
-    folder: Folder, converted: ConvertibleModel, architecture: Architecture
+    folder: Folder, names: Iterable[str], converted: ConvertibleModel, outline: bool = False
 ) -> Iterator[GGUFTensor]:
+    """Yield the tensors of a file: read one at a time, or outlines on the ``meta`` device."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    model, names = converted.model, [name for rule in converted.rules for name in rule.names]
-    folder.check(names)
-    for rule in converted.rules:
-        lazy_chunk(folder, rule)  # checks shapes
-    gguf_names = get_tensor_name_map(MODEL_ARCH[architecture.name.upper()], model["num_layers"])
+    model, architecture = converted.model, MODEL_ARCH[ARCHITECTURES[converted.name].upper()]
+    gguf_names = get_tensor_name_map(architecture, model["num_layers"])
     for name in names:
-        gguf_name = gguf_names.get_name(name, (".weight",))
-        order = _rotary_order(name, model) if architecture.rotates_neighbours else None
-        yield from _weight(folder, name, gguf_name, order)
+        parts, gguf_name = folder.parts(name), gguf_names.get_name(name, (".weight",))
+        stored = [folder.stored(part, outline) for part in parts]
+        endings = tuple(part.rpartition(".")[2] for part in parts)
+        if endings == ("weight",) and stored[0].dtype in _PLAIN:
+            tensor = stored[0].float() if stored[0].ndim == 1 else stored[0]
+            type, rows = _PLAIN[tensor.dtype], _bytes(tensor)
+        elif endings in _BLOCKS:
+            type, encode = _BLOCKS[endings]
+            try:
+                rows = encode(*stored[:2])
+            except UserError as error:
+                raise UserError(f"{folder.path}: {name}: {error}") from None
+        else:
+            listed = ", ".join(endings)
+            raise UserError(f"{folder.path}: llama.cpp has no type for {name} ({listed})")
+        order = _rotary_order(name, model) if converted.name == "Llama" else None
+        yield gguf_name, type, rows if order is None else rows[order]
+        if type == "NVFP4":
+            yield gguf_name.removesuffix("weight") + "scale", "F32", _bytes(1.0 / stored[2])
     if model.get("use_rope_scaling"):
-        factors = _rope_factors(model)
-        yield GGUFTensor("rope_freqs.weight", "F32", lambda outline: _bytes(factors))
-
-
-def _weight(
-    folder: Folder, name: str, gguf_name: str, order: Tensor | None
-) -> Iterator[GGUFTensor]:
-    """Yield a weight, with its rows in this order, and NVFP4's tensor scale."""
-    parts = folder.parts(name)
-    kind = tuple(part.rpartition(".")[2] for part in parts)
-    if kind == ("weight",) and (dtype := folder.stored(parts[0], True).dtype) in _PLAIN:
-        type, encode = _PLAIN[dtype], _bytes
-        if folder.stored(parts[0], True).ndim == 1:
-            type, encode = "F32", lambda vector: _bytes(vector.float())
-    elif kind in _BLOCKS:
-        type, encode = _BLOCKS[kind]
-    else:
-        raise UserError(f"{folder.path}: llama.cpp has no type for {name} ({', '.join(kind)})")
-
-    def read(outline: bool) -> Tensor:
-        try:
-            rows = encode(*(folder.stored(part, outline) for part in parts[:2]))
-        except UserError as error:
-            raise UserError(f"{folder.path}: {name}: {error}") from None
-        return rows if order is None else rows[order]
-
-    yield GGUFTensor(gguf_name, type, read)
-    if type == "NVFP4":
-        scale = gguf_name.removesuffix("weight") + "scale"
-        yield GGUFTensor(
-            scale, "F32", lambda outline: _bytes(1.0 / folder.stored(parts[2], outline))
-        )
+        yield "rope_freqs.weight", "F32", _bytes(_rope_factors(model))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -254,12 +228,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _rotary_order(name: str, model: Model) -> Tensor | None:
     """Return the rows of queries or keys with the two halves of each head in turn."""
-    kinds = {"q_proj": "num_attention_heads", "k_proj": "num_query_groups"}
-    heads = next((model[count] for kind, count in kinds.items() if f".{kind}." in name), None)
-    if heads is None:
-        return None
-    rows = torch.arange(heads * model["kv_channels"])
-    return rows.view(heads, 2, -1).transpose(1, 2).flatten()
+    for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_query_groups")):
+        if f".{projection}." in name:
+            rows = torch.arange(model[heads] * model["kv_channels"])
+            return rows.view(model[heads], 2, -1).transpose(1, 2).flatten()
+    return None
 
 
 def _rope_factors(model: Model) -> Tensor:
@@ -330,7 +303,7 @@ def _pattern(document: Entries) -> str | None:
 
 
 def _tokens(document: Entries, size: int) -> tuple[list[str], list[int]]:
-    """Return text and kind of each row of the embedding; rows without a token are unused."""
+    """Return text and type of each row of the embedding; rows without a token are unused."""
     from gguf import TokenType
 
     tokens = [f"[PAD{number}]" for number in range(size)]
@@ -341,9 +314,9 @@ def _tokens(document: Entries, size: int) -> tuple[list[str], list[int]]:
         for text in vocabulary
     ]
     for added in document.objects("added_tokens"):
-        kind = TokenType.CONTROL if added.boolean("special") else TokenType.USER_DEFINED
+        type = TokenType.CONTROL if added.boolean("special") else TokenType.USER_DEFINED
         number = added.integer("id", least=0, most=size - 1)
-        entries.append((added.string("content"), number, kind))
-    for text, number, kind in entries:
-        tokens[number], types[number] = text, int(kind)
+        entries.append((added.string("content"), number, type))
+    for text, number, type in entries:
+        tokens[number], types[number] = text, int(type)
     return tokens, types

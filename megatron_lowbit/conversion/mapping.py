@@ -1,19 +1,26 @@
-"""Mapping between Megatron-LM's tensors and Hugging Face's, and the transform of each tensor."""
+"""Mapping between Megatron-LM's tensors and Hugging Face's: their names and their rows."""
 
-import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.model_arguments import is_gated
-from megatron_lowbit.checkpoints.reader import EMBEDDING, TensorSlice
+from megatron_lowbit.checkpoints.reader import EMBEDDING, CheckpointReader, TensorSlice
+from megatron_lowbit.errors import UserError
 
 Model = Mapping[str, Any]
 """Megatron-LM's arguments that describe a model, by their attributes' names."""
+Names = Mapping[str, str]
+"""Megatron-LM's keys, each with the Hugging Face tensors it is made of.
+
+``{a,b}_proj`` are two tensors, concatenated by rows. ``*`` is the number of an expert. Consecutive
+keys of one tensor are consecutive rows of it.
+"""
 HEAD = "output_layer.weight"
 _HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "post_layernorm",
                 "final_layernorm", "final_norm", "linear_proj", "linear_fc2",
@@ -21,167 +28,156 @@ _HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "post
 """Tensors with a row for each hidden unit."""
 
 
-class TensorTable(NamedTuple):
-    """Tensors of a model: Megatron-LM's keys, each with the Hugging Face tensors it is made of.
-
-    ``{a,b}_proj`` are two tensors, concatenated by rows. ``*`` is the number of an expert.
-    Consecutive keys of one tensor are consecutive rows of it.
-
-    Attributes:
-        before: tensors before the layers.
-        layers: tensors of a layer, without the start of their names; one mapping where all layers
-            are alike, whose tensors Megatron-LM stacks, or else a mapping for each layer.
-        after: tensors behind the layers.
-        prefix: start of Hugging Face's names before the number of a layer.
-    """
-
-    before: Mapping[str, str]
-    layers: Mapping[str, str] | Sequence[Mapping[str, str]]
-    after: Mapping[str, str]
-    prefix: str = "model.layers"
-
-
 @dataclass(frozen=True)
-class TensorTransform:
-    """Exact, invertible transform of Hugging Face's tensors into one of Megatron-LM's.
+class Rule:
+    """Rows of Megatron-LM's ``targets`` as rows of Hugging Face's ``names``, without arithmetic.
 
     Attributes:
+        targets: tensors of Megatron-LM, or slices of them, concatenated by rows.
+        names: tensors of Hugging Face, concatenated by rows.
+        target_rows: rows of each target.
         rows: output features of each of Hugging Face's tensors.
-        is_transposed: whether these are stored as (in, out).
         group_rows: rows of queries, key and value in one query group of ``linear_qkv``.
-        share: first and last row of what Megatron-LM's tensor takes; None for all rows.
+        is_transposed: whether Hugging Face's tensors are stored as (in, out).
         is_padded: whether either side may have further rows, which stand for no token.
     """
 
+    targets: tuple[TensorSlice, ...]
+    names: tuple[str, ...]
+    target_rows: tuple[int, ...]
     rows: tuple[int, ...]
-    is_transposed: bool = False
     group_rows: tuple[int, ...] = ()
-    share: tuple[int, int] | None = None
+    is_transposed: bool = False
     is_padded: bool = False
 
-    def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return Megatron-LM's tensor. Raises RuntimeError where the parts do not fit."""
+    def to_megatron(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the targets. Raises RuntimeError where the parts do not fit."""
         if self.is_padded:
             parts = [parts[0][: self.rows[0]]]
         if self.is_transposed:
             parts = [part.t() for part in parts]
-        whole = parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+        joined = _concatenate(parts).contiguous()
         if self.group_rows:
             groups = sum(self.rows) // sum(self.group_rows)
-            kinds = whole.split([groups * rows for rows in self.group_rows])
-            by_group = [kind.unflatten(0, (groups, -1)) for kind in kinds]
-            whole = torch.cat(by_group, dim=1).flatten(0, 1)
-        return whole if self.share is None else whole[slice(*self.share)]
+            projections = joined.split([groups * rows for rows in self.group_rows])
+            by_group = [projection.unflatten(0, (groups, -1)) for projection in projections]
+            joined = torch.cat(by_group, dim=1).flatten(0, 1)
+        return joined.split(self.target_rows) if len(self.targets) > 1 else [joined]
 
-    def to_hugging_face(self, whole: Tensor) -> list[Tensor]:
-        """Return Hugging Face's tensors, or a share of the only one.
+    def read(self, tensors: CheckpointReader) -> Tensor:
+        """Read the targets, concatenated by rows."""
+        return self._join([tensors.read(target) for target in self.targets])
 
-        Raises RuntimeError where the tensor has other rows.
+    def outline(self, tensors: CheckpointReader) -> Tensor:
+        """Return what :meth:`read` reads, on the ``meta`` device.
+
+        Raises UserError where the shapes are not the model's.
         """
-        if self.share is not None:
-            start, stop = self.share
-            return list(whole.split([stop - start]))
+        shapes = [tensors.shape(target) for target in self.targets]
+        try:
+            joined = self._join([torch.empty(shape, device="meta") for shape in shapes])
+            self.to_hugging_face(joined)
+        except (RuntimeError, IndexError):
+            targets = zip(self.targets, shapes, strict=True)
+            listed = ", ".join(f"{target.key} is {list(shape)}" for target, shape in targets)
+            raise UserError(
+                f"{tensors.path}: {listed}, which is not the model's: {list(self.rows)} rows"
+            ) from None
+        return joined
+
+    def _join(self, targets: Sequence[Tensor]) -> Tensor:
+        rows = zip(targets, self.target_rows, strict=True)
         if self.is_padded:
-            whole = whole[: self.rows[0]]
+            return _concatenate([target[:count] for target, count in rows])
+        # Raises RuntimeError where there are other rows.
+        return _concatenate([target.split([count])[0] for target, count in rows])
+
+    def to_hugging_face(self, joined: Tensor) -> list[Tensor]:
+        """Return Hugging Face's tensors of the concatenated targets."""
         if self.group_rows:
-            by_group = whole.unflatten(0, (-1, sum(self.group_rows)))
-            kinds = by_group.split(self.group_rows, dim=1)
-            whole = torch.cat([kind.flatten(0, 1) for kind in kinds])
-        parts = whole.split(list(self.rows))
+            by_group = joined.unflatten(0, (-1, sum(self.group_rows)))
+            projections = by_group.split(self.group_rows, dim=1)
+            joined = torch.cat([projection.flatten(0, 1) for projection in projections])
+        parts = joined.split(self.rows)
         return [part.t() if self.is_transposed else part for part in parts]
 
 
-class Rule(NamedTuple):
-    """One of Megatron-LM's tensors, or a slice of it, as a transform of Hugging Face's ``names``.
-
-    Rules of shares of one tensor have the same ``names`` and follow one another by rows.
-    """
-
-    target: TensorSlice
-    names: tuple[str, ...]
-    transform: TensorTransform
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> list[Rule]:
+def expand(
+    outer: Names,
+    layers: Names | Sequence[Names],
+    model: Model,
+    prefix: str,
+    is_transposed: bool,
+) -> list[Rule]:
     """Return the rules of all tensors of a model, layer by layer.
 
     Args:
-        table: the family's.
+        outer: tensors outside the layers.
+        layers: tensors of a layer, without the start of their names; one mapping where all layers
+            are alike, whose tensors Megatron-LM stacks, or else a mapping for each layer.
         model: the arguments that give sizes.
+        prefix: start of Hugging Face's names before the number of a layer.
         is_transposed: whether Hugging Face stores the weights of linear layers as (in, out).
     """
-    sizes, rules = _output_rows(model), []
-    for names, shares in groupby(_lines(table, model), key=lambda line: line[1]):
-        targets = [target for target, _ in shares]
-        rows = [_rows_of(target.key, sizes) for target in targets]
-        if len(targets) > 1:
-            for target, share in zip(targets, pairwise(accumulate(rows, initial=0)), strict=True):
-                rules.append(Rule(target, names, TensorTransform((sum(rows),), share=share)))
-            continue
-        [target], [total] = targets, rows
-        is_linear = "linear_" in target.key and target.key.endswith(".weight")
-        transform = TensorTransform(
-            (total // len(names),) * len(names),
-            is_transposed=is_transposed and is_linear,
-            is_padded=target.key in (EMBEDDING, HEAD),
-        )
-        if target.key.endswith((".linear_qkv.weight", ".linear_qkv.bias")):
-            transform = _query_key_value(transform, len(names), model)
-        rules.append(Rule(target, names, transform))
+    is_untied = model["untie_embeddings_and_output_weights"]
+    lines = [(TensorSlice(key), names) for key, names in outer.items() if key != HEAD or is_untied]
+    lines += _layer_lines(layers, model, prefix)
+    output_rows, rules = _output_rows(model), []
+    for pattern, line in groupby(lines, key=lambda line: line[1]):
+        targets, names = tuple(target for target, _ in line), _alternatives(pattern)
+        key = targets[0].key
+        target_rows = tuple(_rows_of(target.key, output_rows) for target in targets)
+        rows = (sum(target_rows) // len(names),) * len(names)
+        group_rows: tuple[int, ...] = ()
+        if key.endswith((".linear_qkv.weight", ".linear_qkv.bias")):
+            groups, dimension = model["num_query_groups"], model["kv_channels"]
+            queries = model["num_attention_heads"] // groups * dimension
+            group_rows = (queries, dimension, dimension)
+            # One tensor where Hugging Face has their concatenation.
+            rows = tuple(groups * part for part in group_rows) if len(names) > 1 else rows
+        is_linear = "linear_" in key and key.endswith(".weight")
+        is_padded = key in (EMBEDDING, HEAD)
+        rules.append(
+            Rule(targets, names, target_rows, rows, group_rows, is_transposed and is_linear,
+                 is_padded)
+        )  # fmt: skip
     return rules
 
 
-def _lines(table: TensorTable, model: Model) -> Iterator[tuple[TensorSlice, tuple[str, ...]]]:
-    """Yield each tensor and the names that it is made of: all of the first layer, then others."""
-    for outer in (table.before, table.after):
-        if outer is table.after:
-            yield from _layer_lines(table, model)
-        for key, names in outer.items():
-            if key != HEAD or model["untie_embeddings_and_output_weights"]:
-                yield TensorSlice(key), _names(names)
-
-
-def _layer_lines(table: TensorTable, model: Model) -> Iterator[tuple[TensorSlice, tuple[str, ...]]]:
-    layers, experts = model["num_layers"], model.get("num_experts", 0)
-    alike = isinstance(table.layers, Mapping)
-    for layer, tensors in enumerate([table.layers] * layers if alike else table.layers):
+def _layer_lines(
+    layers: Names | Sequence[Names], model: Model, prefix: str
+) -> Iterator[tuple[TensorSlice, str]]:
+    """Yield the tensors of all layers, and the pattern of the names that each is made of."""
+    count, experts = model["num_layers"], model.get("num_experts", 0)
+    alike = isinstance(layers, Mapping)
+    each: Sequence[Names] = [layers] * count if isinstance(layers, Mapping) else layers
+    for layer, tensors in enumerate(each):
         start = "decoder.layers." if alike else f"decoder.layers.{layer}."
-        indices, counts = ((layer,), (layers,)) if alike else ((), ())
-        for of_experts, group in groupby(tensors.items(), key=lambda line: "*" in line[0]):
-            lines = [
-                (start + key.replace(".*", ""), f"{table.prefix}.{layer}.{names}")
-                for key, names in group
-            ]
-            if not of_experts:
-                yield from ((TensorSlice(key, indices, counts), _names(n)) for key, n in lines)
-                continue
-            for expert in range(experts):
-                for key, names in lines:
-                    target = TensorSlice(key, (*indices, expert), (*counts, experts))
-                    yield target, _names(names.replace("*", str(expert)))
+        index, length = ((layer,), (count,)) if alike else ((), ())
+        for key, names in tensors.items():
+            of_experts = "*" in key
+            for expert in range(experts) if of_experts else [0]:
+                axes = ((*index, expert), (*length, experts)) if of_experts else (index, length)
+                target = TensorSlice(start + key.replace(".*", ""), *axes)
+                yield target, f"{prefix}.{layer}.{names}".replace("*", str(expert))
 
 
-def _names(pattern: str) -> tuple[str, ...]:
+def _alternatives(pattern: str) -> tuple[str, ...]:
     """Return the names that a pattern such as ``{q,k,v}_proj.weight`` stands for."""
-    choice = re.search(r"\{(.+)\}", pattern)
-    if choice is None:
-        return (pattern,)
-    return tuple(pattern.replace(choice[0], name) for name in choice[1].split(","))
+    start, _, rest = pattern.partition("{")
+    names, _, end = rest.partition("}")
+    return tuple(f"{start}{name}{end}" for name in names.split(","))
 
 
-def _query_key_value(transform: TensorTransform, names: int, model: Model) -> TensorTransform:
-    """Return the transform of ``linear_qkv``, made of three tensors or of their concatenation."""
-    groups, dimension = model["num_query_groups"], model["kv_channels"]
-    group_rows = (model["num_attention_heads"] // groups * dimension, dimension, dimension)
-    rows = tuple(groups * rows for rows in group_rows) if names > 1 else transform.rows
-    return TensorTransform(rows, transform.is_transposed, group_rows)
-
-
-def _rows_of(key: str, sizes: Mapping[str, int]) -> int:
+def _rows_of(key: str, output_rows: Mapping[str, int]) -> int:
     """Return a tensor's rows by its module or parameter, and where that says it by its parent."""
     names = key.removesuffix(".weight").removesuffix(".bias").split(".")
     both = ".".join(names[-2:])
-    return sizes[both if both in sizes else names[-1]]
+    return output_rows[both if both in output_rows else names[-1]]
 
 
 def mamba_heads(model: Model) -> int:
@@ -191,52 +187,38 @@ def mamba_heads(model: Model) -> int:
 
 def _output_rows(model: Model) -> dict[str, int]:
     """Return the rows of Megatron-LM's tensors by their names in :func:`_rows_of`."""
-    hidden, vocabulary = model["hidden_size"], model["vocab_size"]
-    heads = model["num_attention_heads"] + 2 * model["num_query_groups"]
-    rows = dict.fromkeys(_HIDDEN_ROWS, hidden) | {
-        "word_embeddings": vocabulary,
-        "output_layer": vocabulary,
-        "position_embeddings": model["max_position_embeddings"],
-        "linear_qkv": heads * model["kv_channels"],
-        "q_layernorm": model["kv_channels"],
-        "k_layernorm": model["kv_channels"],
-        "softmax_offset": model["num_attention_heads"],
-        **_mlp_rows(model),
-    }
-    if "multi_latent_attention" in model:
-        rows |= _latent_attention_rows(model)
-    if "mamba_head_dim" in model:
-        heads = mamba_heads(model)
-        inner = heads * model["mamba_head_dim"]
-        states = model["mamba_num_groups"] * model["mamba_state_dim"]
-        rows |= {"z": inner, "x": inner, "B": states, "C": states, "norm": inner}
-        rows |= dict.fromkeys(("dt", "A_log", "D", "dt_bias"), heads)
-    return rows
-
-
-def _mlp_rows(model: Model) -> dict[str, int]:
-    """Return the rows of a router, and of gate and up together or of up alone in each MLP."""
-    kinds = {
-        "linear_fc1": model["ffn_hidden_size"],
-        "experts.linear_fc1": model.get("moe_ffn_hidden_size", 0),
-        "shared_experts.linear_fc1": model.get("moe_shared_expert_intermediate_size", 0),
-    }
-    experts = model.get("num_experts", 0)
-    rows = {name: (2 if is_gated(model) else 1) * width for name, width in kinds.items()}
-    return rows | {"router": experts, "expert_bias": experts}
-
-
-def _latent_attention_rows(model: Model) -> dict[str, int]:
-    """Return the rows of the projections of multi-latent attention, and of their norms."""
-    heads, plain, rotary = (
-        model[name] for name in ("num_attention_heads", "qk_head_dim", "qk_pos_emb_head_dim")
+    size = defaultdict(int, model)  # 0 for what the model does not have
+    heads, groups, channels = (
+        size[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels")
     )
-    query_rank, rank = model["q_lora_rank"], model["kv_lora_rank"]
-    return {
-        "linear_q_down_proj": query_rank,
-        "linear_q_up_proj": heads * (plain + rotary),
-        "linear_q_up_proj.layer_norm_weight": query_rank,
-        "linear_kv_down_proj": rank + rotary,
-        "linear_kv_up_proj": heads * (plain + model["v_head_dim"]),
-        "linear_kv_up_proj.layer_norm_weight": rank,
+    fc1 = 2 if is_gated(model) else 1  # gate and up together, or up alone
+    mamba = mamba_heads(model) if "mamba_head_dim" in model else 0
+    inner, states = (
+        mamba * size["mamba_head_dim"],
+        size["mamba_num_groups"] * size["mamba_state_dim"],
+    )
+    return dict.fromkeys(_HIDDEN_ROWS, size["hidden_size"]) | {
+        "word_embeddings": size["vocab_size"],
+        "output_layer": size["vocab_size"],
+        "position_embeddings": size["max_position_embeddings"],
+        "linear_qkv": (heads + 2 * groups) * channels,
+        "q_layernorm": channels,
+        "k_layernorm": channels,
+        "softmax_offset": heads,
+        "linear_fc1": fc1 * size["ffn_hidden_size"],
+        "experts.linear_fc1": fc1 * size["moe_ffn_hidden_size"],
+        "shared_experts.linear_fc1": fc1 * size["moe_shared_expert_intermediate_size"],
+        "router": size["num_experts"],
+        "expert_bias": size["num_experts"],
+        # Multi-latent attention.
+        "linear_q_down_proj": size["q_lora_rank"],
+        "linear_q_up_proj": heads * (size["qk_head_dim"] + size["qk_pos_emb_head_dim"]),
+        "linear_q_up_proj.layer_norm_weight": size["q_lora_rank"],
+        "linear_kv_down_proj": size["kv_lora_rank"] + size["qk_pos_emb_head_dim"],
+        "linear_kv_up_proj": heads * (size["qk_head_dim"] + size["v_head_dim"]),
+        "linear_kv_up_proj.layer_norm_weight": size["kv_lora_rank"],
+        # Mamba-2 blocks.
+        **dict.fromkeys(("z", "x", "norm"), inner),
+        **dict.fromkeys("BC", states),
+        **dict.fromkeys(("dt", "A_log", "D", "dt_bias"), mamba),
     }

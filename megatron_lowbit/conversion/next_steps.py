@@ -8,7 +8,7 @@ experts that are quantized.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.conversion.convert import COMPANIONS, MODEL_ARGUMENTS
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.gguf_file import GGUFSummary
-from megatron_lowbit.conversion.quantization_report import REPORT
+from megatron_lowbit.conversion.quantized import REPORT
 from megatron_lowbit.conversion.quantized_folder import open_folder
 from megatron_lowbit.errors import printable
 from megatron_lowbit.json_files import read_object
@@ -27,8 +27,7 @@ TRANSFORMERS = {"transformers": "5.23.0"}
 LOADS, WRONG, FAILS, NOT_TRIED = "loads", "wrong", "fails", "not tried"
 ONE_BY_ONE = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")
 """Families with a file's tensor for each expert."""
-SHARES = ("all", "some", "none")
-"""Shares of experts that are quantized."""
+_SHARES = ("all", "some", "none")
 _ALWAYS, _ALL_EXPERTS = (LOADS, LOADS, LOADS), (LOADS, FAILS, FAILS)
 WITH_EXPERTS: Mapping[str, tuple[str, str, str]] = {
     "fp8-128x128-e4m3": _ALWAYS,
@@ -38,7 +37,7 @@ WITH_EXPERTS: Mapping[str, tuple[str, str, str]] = {
     "int4-1x32": _ALL_EXPERTS,
     "int4-1x128": _ALL_EXPERTS,
 }
-"""Outcomes for ``ONE_BY_ONE``, by the format of the quantized weights and the share of experts.
+"""Outcomes for ``ONE_BY_ONE`` with all, some or no experts quantized, by the weights' format.
 
 Other families load each of these formats, and several of them together.
 """
@@ -82,32 +81,24 @@ def outcome(folder: Path, family: str, layout: str | None) -> Outcome:
         family: name of its family of models.
         layout: layout of its quantized weights; None for weights as they are.
     """
-    if layout is None:
-        return Outcome(LOADS)
     if layout == "modelopt":
         return Outcome(FAILS, "it does not know modelopt")
-    if layout == "gpt-oss":
-        loads = family == "gpt-oss"
-        return Outcome(LOADS) if loads else Outcome(FAILS, f"it has this layout for no {family}")
+    if layout == "gpt-oss" and family != "gpt-oss":
+        return Outcome(FAILS, f"it has this layout for no {family}")
     if layout == "fp8-blocks" and (ragged := _ragged(folder)):
         return ragged
-    if family not in ONE_BY_ONE:
+    if layout in (None, "gpt-oss") or family not in ONE_BY_ONE:
         return Outcome(LOADS)
     report = read_object(folder / REPORT)
-    quantized = [name for name in report["weights"] if _EXPERT.search(name)]
-    kept = [name for name in report["kept"] if _EXPERT.search(name)]
-    share = SHARES[0 if not kept else 1 if quantized else 2]
-    formats = {_name(weight["format"]) for weight in report["weights"].values()}
+    quantized, kept = (any(map(_EXPERT.search, report[key])) for key in ("weights", "kept"))
+    share = 0 if not kept else 1 if quantized else 2
+    # Names of formats in blocks of one row.
+    formats = {w["format"].split()[0].removesuffix("-2d") for w in report["weights"].values()}
     if len(formats) > 1:
         return Outcome(NOT_TRIED, f"{' and '.join(sorted(formats))} in one {family}")
     (format,) = formats
-    result = WITH_EXPERTS[format][SHARES.index(share)]
-    return Outcome(result, f"{format} weights with {share} of the experts quantized")
-
-
-def _name(format: str) -> str:
-    """Return the name of a report's format in blocks of one row."""
-    return format.split()[0].removesuffix("-2d")
+    reason = f"{format} weights with {_SHARES[share]} of the experts quantized"
+    return Outcome(WITH_EXPERTS[format][share], reason)
 
 
 def _ragged(folder: Path) -> Outcome | None:
@@ -115,22 +106,19 @@ def _ragged(folder: Path) -> Outcome | None:
 
     transformers divides a side by its number of scales, so that a side below 128 is one tile.
     """
-    opened, found = open_folder(folder), None
+    opened, wrong = open_folder(folder), None
     for name in read_object(folder / REPORT)["weights"]:
         shape = opened.shape(name)[0]
-        if not any(size > TILE and size % TILE for size in shape):
-            continue
         reason = f"{name} {shape} is not made of whole {TILE}x{TILE} tiles"
         if any(size % -(-size // TILE) for size in shape):
             return Outcome(FAILS, reason)
-        found = found or Outcome(WRONG, reason)
-    return found
+        if wrong is None and any(size > TILE and size % TILE for size in shape):
+            wrong = Outcome(WRONG, reason)
+    return wrong
 
 
 _MOST_TOKENS = 2048
 """Longest sequence in the suggested training command."""
-
-
 _LLAMA_CPP = {"xllamacpp": "2026.10.11549"}
 _EFFECTS = {
     WRONG: "not in {}, which loads wrong weights without an error",
@@ -141,20 +129,18 @@ _EFFECTS = {
 
 def missing_packages(layout: str | None) -> str | None:
     """Return a line that names the packages of a layout's reader that are not installed."""
-    reader = READERS.get(layout)
-    missing = [name for name in reader.packages if not _is_installed(name)] if reader else []
-    if not missing:
-        return None
+    missing = []
+    for package in READERS[layout].packages if layout in READERS else ():
+        try:
+            version(package)
+        except PackageNotFoundError:
+            missing.append(package)
     others = " ".join(missing)
-    return f"transformers loads the result only with {others}: pip install {others}"
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+    return (
+        f"transformers loads the result only with {others}: pip install {others}"
+        if others
+        else None
+    )
 
 
 def after_to_megatron(output: Path, converted: ConvertibleModel) -> list[str]:
@@ -168,47 +154,39 @@ def after_to_megatron(output: Path, converted: ConvertibleModel) -> list[str]:
         "--data-path", "DATA", "--seq-length", length, "--micro-batch-size", 1,
         "--train-iters", 100, "--lr", "1e-5", "--save", "RUN", "--save-interval", 100,
     ]  # fmt: skip
-    return [
-        f"written: {output} ({converted.name}, Megatron-LM's torch_dist)",
-        f"loads in: megatron-core {version('megatron-core')} (tested)",
-        f"next: {shell_line(command)}",
-    ]
+    written = f"{output} ({converted.name}, Megatron-LM's torch_dist)"
+    return _lines(written, f"megatron-core {version('megatron-core')} (tested)", command)
 
 
 def after_to_hugging_face(
     output: Path, converted: ConvertibleModel, layout: str | None
 ) -> list[str]:
     """Describe a folder of Hugging Face's: its path, its reader, and the command that loads it."""
-    kind = "" if layout is None else f", quantized as {layout}"
-    written = f"written: {output} ({converted.name}{kind})"
+    form = "" if layout is None else f", quantized as {layout}"
+    written = f"{output} ({converted.name}{form})"
     result, reason = outcome(output, converted.name, layout)
     if result != LOADS:
-        command = shell_line(["lowbit-convert", "to-megatron", output, "CHECKPOINT"])
         elsewhere = f"{_EFFECTS[result].format(_listed(TRANSFORMERS))}: {printable(reason)}"
-        return [
-            written,
-            f"loads in: lowbit-convert to-megatron (tested); {elsewhere}",
-            f"next: {command}",
-        ]
+        loads_in = f"lowbit-convert to-megatron (tested); {elsewhere}"
+        return _lines(written, loads_in, ["lowbit-convert", "to-megatron", output, "CHECKPOINT"])
     reader = READERS[layout]
     dtype = "" if reader.dtype is None else f', dtype="{reader.dtype}"'
     load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(output))}{dtype})"
     code = f"from transformers import AutoModelForCausalLM; print({load})"
-    return [
-        written,
-        f"loads in: {_listed(reader.packages)} (tested on a CPU)",
-        f"next: {shell_line(['python', '-c', code])}",
-    ]
+    loads_in = f"{_listed(reader.packages)} (tested on a CPU)"
+    return _lines(written, loads_in, ["python", "-c", code])
 
 
 def after_to_gguf(output: Path, summary: GGUFSummary) -> list[str]:
     """Describe a GGUF file: its content, its reader, and the command that serves it."""
     types = ", ".join(f"{count} matrices in {type}" for type, count in summary.types.items())
-    return [
-        f"written: {output} ({summary.family}, {types})",
-        f"loads in: llama.cpp by {_listed(_LLAMA_CPP)} (tested)",
-        f"next: {shell_line(['llama-server', '--model', output])}",
-    ]
+    loads_in = f"llama.cpp by {_listed(_LLAMA_CPP)} (tested)"
+    return _lines(f"{output} ({summary.family}, {types})", loads_in,
+                  ["llama-server", "--model", output])  # fmt: skip
+
+
+def _lines(written: str, loads_in: str, command: Sequence[object]) -> list[str]:
+    return [f"written: {written}", f"loads in: {loads_in}", f"next: {shell_line(command)}"]
 
 
 def _listed(packages: Mapping[str, str]) -> str:

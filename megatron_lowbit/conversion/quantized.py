@@ -4,61 +4,41 @@ A weight is quantized as a whole, as Megatron-LM holds it, and so has the bits o
 Face's parts of it are rows with their codes, their block scales and the tensor scale.
 """
 
+import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
+from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors, write_json
 from megatron_lowbit.checkpoints.reader import HISTORIES, CheckpointReader, TensorSlice
-from megatron_lowbit.conversion.layouts import LAYOUTS, Layout, ModuleFormats
-from megatron_lowbit.conversion.lazy_tensors import lazy_tensors
-from megatron_lowbit.conversion.mapping import Rule, TensorTransform
+from megatron_lowbit.console import plain_console
+from megatron_lowbit.conversion.layouts import LAYOUTS
+from megatron_lowbit.conversion.layouts.layout import Layout, Weight
+from megatron_lowbit.conversion.mapping import Rule
+from megatron_lowbit.conversion.quantized_folder import open_folder
 from megatron_lowbit.errors import UserError, require, say
-from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quantizer, Rounding
+from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
-from megatron_lowbit.numerics.gemms import GEMM_ROLES
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.recipes import OPERANDS, GemmPrecision, Layer, Recipe, load_recipes
 from megatron_lowbit.recipes.record import difference, digest, recipe_from, record_of
 
 _FORMATS_ADVICE = "the checkpoint names its recipe; name it by --recipe"
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
 _HEAD = "lm_head"
-
-Names = tuple[str, ...]
-
-
-class Weight(NamedTuple):
-    """Weight (R, K) of a linear layer that is quantized, and Hugging Face's matrices of it.
-
-    Attributes:
-        amax: of training's last steps, for the tensor scale; None for the weight's own.
-        input: format of the layer's input, if quantized to nearest.
-        input_scale: its tensor scale of training's last steps, FP32 scalar.
-        slices: Megatron-LM's tensors, concatenated by rows.
-    """
-
-    layer: Layer
-    quantizer: Quantizer
-    amax: DelayedAmax | None
-    input: BlockFormat | None
-    input_scale: Tensor | None
-    slices: Sequence[TensorSlice]
-    shape: tuple[int, int]
-    names: Names
-    transform: TensorTransform
-
-    def read(self, tensors: CheckpointReader) -> Tensor:
-        """Read the whole weight."""
-        parts = [tensors.read(part) for part in self.slices]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+REPORT = "quantization_report.json"
+_COLUMNS = 130
+_Energy = tuple[float, float]
+"""Sums of squares of a weight and of its error."""
 
 
 class QuantizedAs(NamedTuple):
@@ -75,15 +55,15 @@ class QuantizedAs(NamedTuple):
 class Quantization(NamedTuple):
     """Checked plan of an export.
 
-    ``config`` is the ``quantization_config`` for config.json; ``documents`` are other JSON files by
-    name; ``unquantized`` are Hugging Face's modules with matrices that are not quantized.
+    ``weights`` are by Hugging Face's names of their matrices; ``config`` is config.json's
+    ``quantization_config``; ``unquantized`` are Hugging Face's modules with matrices that are not
+    quantized.
     """
 
     recipe: Recipe
     layout: Layout
-    weights: Mapping[Names, Weight]
+    weights: Mapping[tuple[str, ...], Weight]
     config: dict[str, Any]
-    documents: dict[str, dict]
     unquantized: Sequence[str]
 
 
@@ -98,29 +78,28 @@ def plan_quantization(
     if not wanted.recipes and (line := _changed_since(checkpoint)):
         say(line)
     layout = LAYOUTS[wanted.layout]
-    weights, quantized, layers, unquantized = {}, {}, [], []
-    for names, group in groupby(rules, key=lambda rule: rule.names):
-        shares, modules = list(group), [name.removesuffix(".weight") for name in names]
-        layer = _layer(shares[0].target, num_layers)
+    weights: dict[tuple[str, ...], Weight] = {}
+    modules: dict[str, Weight] = {}
+    layers, unquantized = [], []
+    for rule in rules:
+        layer, weight = _layer(rule.targets[0], num_layers), None
         if layer is not None:
             layers.append(layer)
-            weight = _weight(recipe, layer, shares, checkpoint)
-            if weight is not None:
-                _check(weight, layout)
-                weights[names] = weight
-                formats = ModuleFormats(weight.quantizer.format, weight.input)
-                quantized |= dict.fromkeys(modules, formats)
-                continue
-        if len(checkpoint.shape(shares[0].target)) > 1:
-            unquantized += modules
+            weight = _weight(recipe, layer, rule, checkpoint)
+        names = [name.removesuffix(".weight") for name in rule.names]
+        if weight is not None:
+            _check(weight, layout, checkpoint.shape(rule.targets[0])[-1])
+            weights[rule.names] = weight
+            modules |= dict.fromkeys(names, weight)
+        elif len(checkpoint.shape(rule.targets[0])) > 1:
+            unquantized += names
     recipe.check_matchers(layers)
     require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
     # A tied head has no tensor of its own, but readers build the module.
-    kept = list(dict.fromkeys([*unquantized, _HEAD]))
-    quantized = {name: quantized[own] for own in quantized for name in _names_of_module(own)}
-    named = [name for own in kept for name in _names_of_module(own)]
-    config, documents = layout.config(quantized, named), layout.documents(quantized, named)
-    return Quantization(recipe, layout, weights, config, documents, kept)
+    unquantized = list(dict.fromkeys([*unquantized, _HEAD]))
+    modules = {name: modules[key] for key in modules for name in _names_of_module(key)}
+    named = [name for key in unquantized for name in _names_of_module(key)]
+    return Quantization(recipe, layout, weights, layout.config(modules, named), unquantized)
 
 
 def _names_of_module(name: str) -> list[str]:
@@ -146,27 +125,24 @@ def recipe_of(wanted: QuantizedAs, checkpoint: CheckpointReader) -> Recipe:
 
     Raises UserError where there is none.
     """
-    names, overrides = wanted.recipes, wanted.recipe_set
-    if not names:
-        require(not overrides, "--recipe-set changes the recipe that --recipe names: name one")
-        names, overrides = checkpoint.recipes, checkpoint.recipe_set
-    advice = "was not trained here with a recipe; name one by --recipe"
-    require(len(names) > 0, f"{checkpoint.path}: {advice}")
     if wanted.recipes:
-        return load_recipes(names, overrides)
+        return load_recipes(wanted.recipes, wanted.recipe_set)
+    message = "--recipe-set changes the recipe that --recipe names: name one"
+    require(not wanted.recipe_set, message)
+    advice = "was not trained here with a recipe; name one by --recipe"
+    require(len(checkpoint.recipes) > 0, f"{checkpoint.path}: {advice}")
     # A checkpoint may come from others: it must not choose what code runs.
     with refuse_format_files(_FORMATS_ADVICE):
         if checkpoint.recipe_record is None:
-            return load_recipes(names, overrides)
+            return load_recipes(checkpoint.recipes, checkpoint.recipe_set)
         return recipe_from(checkpoint.recipe_record, f"{checkpoint.path}: recipe")
 
 
 def recipe_digest(wanted: QuantizedAs, checkpoint: CheckpointReader) -> str:
     """Return the digest of the text of the recipe that :func:`recipe_of` loads."""
-    if not wanted.recipes and checkpoint.recipe_record is not None:
-        return digest(checkpoint.recipe_record)
     source = wanted if wanted.recipes else checkpoint
-    return digest(record_of(source.recipes, source.recipe_set))
+    record = None if wanted.recipes else checkpoint.recipe_record
+    return digest(record or record_of(source.recipes, source.recipe_set))
 
 
 def _changed_since(checkpoint: CheckpointReader) -> str | None:
@@ -185,75 +161,40 @@ def _changed_since(checkpoint: CheckpointReader) -> str | None:
     return changed and f"{names} has changed since training: now {changed}; {kept}"
 
 
-def quantized_tensors(
-    tensors: CheckpointReader, rules: Sequence[Rule], dtype: torch.dtype | None, plan: Quantization
-) -> list[LazyTensors]:
-    """Return Hugging Face's tensors of a checkpoint's: quantized, or else in this dtype."""
+def quantized_tensors(tensors: CheckpointReader, weight: Weight, layout: Layout) -> LazyTensors:
+    """Return a quantized weight's tensors in a layout, with the bits of the quantized whole."""
+    rule = weight.rule
 
-    def group_of(rule: Rule) -> object:
-        is_quantized = rule.names in plan.weights
-        return plan.layout.group_of(rule.names) if is_quantized else None
+    def encode(content: Tensor) -> dict[str, Tensor]:
+        quantized = weight.quantizer(content.float(), None if content.is_meta else weight.amax)
+        scales, rows = quantized.scales, quantized.codes.shape[0]
+        if scales.shape[0] < rows:
+            scales = scales.repeat_interleave(quantized.format.block_rows, dim=0)[:rows]
+        # The parts have blocks of one row, and scales for each of their rows.
+        format, columns = replace(quantized.format, block_rows=1), quantized.shape[1]
+        encoded: dict[str, Tensor] = {}
+        for name, codes, scale in zip(
+            rule.names, _split(quantized.codes, rule), _split(scales, rule), strict=True
+        ):
+            shape = (len(codes), columns)
+            part = QuantizedTensor(codes, scale, quantized.tensor_scale, format, shape)
+            module = name.removesuffix("weight")
+            encoded |= {module + key: tensor for key, tensor in layout.encode(part).items()}
+            if layout.input_scale and weight.input_scale is not None:
+                key, tensor_of = layout.input_scale
+                encoded[module + key] = tensor_of(weight.input_scale).clone()
+        return encoded
 
-    contents: list[LazyTensors] = []
-    for group, members in groupby(rules, key=group_of):
-        if group is None:
-            contents += lazy_tensors(tensors, list(members), dtype)
-        else:
-            names = dict.fromkeys(rule.names for rule in members)
-            weights = [plan.weights[name] for name in names]
-            contents.append(_encoded(tensors, weights, plan.layout))
-    return contents
-
-
-def _quantize_parts(weight: Weight, content: Tensor) -> dict[str, QuantizedTensor]:
-    """Quantize the parts of a weight (R, K), FP32 or BF16, with the bits of the quantized whole.
-
-    Each in a format with blocks of one row: scales have a row for each row of codes.
-    """
-    whole = weight.quantizer(content.float(), None if content.is_meta else weight.amax)
-    scales, rows = whole.scales, whole.codes.shape[0]
-    if scales.shape[0] < rows:
-        scales = scales.repeat_interleave(whole.format.block_rows, dim=0)[:rows]
-    format = replace(whole.format, block_rows=1)
-    parts = (_split(tensor, weight.transform) for tensor in (whole.codes, scales))
-    return {
-        name: QuantizedTensor(
-            codes, scale, whole.tensor_scale, format, (len(codes), whole.shape[1])
-        )
-        for name, codes, scale in zip(weight.names, *parts, strict=True)
-    }
+    meta = encode(rule.outline(tensors))
+    outline = {name: tensor.to("meta") for name, tensor in meta.items()}
+    return LazyTensors(outline, lambda: encode(rule.read(tensors)))
 
 
-def _split(rows: Tensor, transform: TensorTransform) -> list[Tensor]:
+def _split(rows: Tensor, rule: Rule) -> list[Tensor]:
     """Return contiguous parts, split as integers: torch does not concatenate FP8."""
     integers = torch.int32 if rows.dtype == torch.float32 else torch.uint8
-    parts = transform.to_hugging_face(rows.view(integers))
+    parts = rule.to_hugging_face(rows.view(integers))
     return [part.contiguous().view(rows.dtype) for part in parts]
-
-
-def _encoded(tensors: CheckpointReader, weights: Sequence[Weight], layout: Layout) -> LazyTensors:
-    def encode(read: Callable[[Weight], Tensor]) -> dict[str, Tensor]:
-        parts: dict[str, QuantizedTensor] = {}
-        for weight in weights:
-            parts |= _quantize_parts(weight, read(weight))
-        return layout.encode(parts) | _input_scales(weights, layout)
-
-    meta = encode(lambda weight: torch.empty(weight.shape, device="meta"))
-    outline = {name: tensor.to("meta") for name, tensor in meta.items()}
-    return LazyTensors(outline, lambda: encode(lambda weight: weight.read(tensors)))
-
-
-def _input_scales(weights: Sequence[Weight], layout: Layout) -> dict[str, Tensor]:
-    """Return the tensors of inputs' scales, the same for all parts of a layer."""
-    if layout.input_scale is None:
-        return {}
-    key, tensor_of = layout.input_scale
-    return {
-        name.removesuffix("weight") + key: tensor_of(weight.input_scale).clone()
-        for weight in weights
-        if weight.input_scale is not None
-        for name in weight.names
-    }
 
 
 def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
@@ -271,23 +212,16 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
     return Layer(f"{match[1]}{block}.{rest}", int(block), num_layers)
 
 
-def _weight(
-    recipe: Recipe, layer: Layer, shares: Sequence[Rule], tensors: CheckpointReader
-) -> Weight | None:
+def _weight(recipe: Recipe, layer: Layer, rule: Rule, tensors: CheckpointReader) -> Weight | None:
     """Return the weight, if the recipe quantizes it in fprop."""
     fprop = recipe.precision_for(layer).fprop
     if fprop.rhs is None:
         return None
     require(fprop.hadamard is None, _refusal(layer, "goes through a Hadamard transform"))
-    slices = [rule.target for rule in shares]
-    shapes = [tensors.shape(part) for part in slices]
-    shape = (sum(rows for rows, _ in shapes), shapes[0][1])
-    transform = replace(shares[0].transform, share=None)
     earlier = _earlier_amaxes(fprop, layer, tensors)
     input_format, input_scale = _input(fprop, earlier)
     amax = None if earlier is None else DelayedAmax(earlier[1], None)
-    return Weight(layer, fprop.rhs, amax, input_format, input_scale, slices, shape,
-                  shares[0].names, transform)  # fmt: skip
+    return Weight(layer, fprop.rhs, rule, amax, input_format, input_scale)
 
 
 def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: CheckpointReader) -> Tensor | None:
@@ -302,7 +236,7 @@ def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: CheckpointReade
     if len(size) != 2 or size[0] != len(OPERANDS) or size[1] < fprop.delayed.recorded:
         return None
     amaxes = fprop.delayed.earlier(tensors.read_part(key, (0, 0), size).float())
-    return amaxes[[OPERANDS.index(("fprop", role)) for role in GEMM_ROLES["fprop"]]]
+    return amaxes[[OPERANDS.index((Gemm.FPROP, role)) for role in GEMM_ROLES[Gemm.FPROP]]]
 
 
 def _input(
@@ -313,7 +247,7 @@ def _input(
     Readers do not round at random or scale by three quarters. They take a tensor scale only with
     weights of that format, and it has to be known from training's last steps.
     """
-    quantizer = fprop.lhs
+    quantizer, weight = fprop.lhs, fprop.rhs
     if quantizer is None or quantizer.rounding is not Rounding.NEAREST_EVEN:
         return None, None
     format = quantizer.format
@@ -321,8 +255,8 @@ def _input(
         return None, None
     if not format.tensor_scaled:
         return format, None
-    weight = fprop.rhs.format.name if fprop.rhs else ""
-    if earlier is None or earlier[0] <= 0 or weight.removesuffix("-2d") != format.name:
+    alike = weight is not None and weight.format.name.removesuffix("-2d") == format.name
+    if earlier is None or earlier[0] <= 0 or not alike:
         return None, None
     nothing = torch.zeros(format.block_rows, format.block)
     return format, quantizer(nothing, earlier[0]).tensor_scale
@@ -332,9 +266,9 @@ def _refusal(layer: Layer, why: str) -> str:
     return f"{layer.path}: its weight {why} in fprop, which no layout holds: export it without"
 
 
-def _check(weight: Weight, layout: Layout) -> None:
+def _check(weight: Weight, layout: Layout, columns: int) -> None:
     """Raise UserError where the layout cannot hold this weight."""
-    layer, format, (rows, columns) = weight.layer, weight.quantizer.format, weight.shape
+    layer, format, rule = weight.layer, weight.format, weight.rule
     path, option, held = layer.path, f"--quantized {layout.name}", ", ".join(layout.formats)
     actual = f"but the recipe has the weight of {path} in {format}"
     require(format.name in layout.formats, f"{option} holds {held}, {actual}")
@@ -348,16 +282,58 @@ def _check(weight: Weight, layout: Layout) -> None:
     tiles = isinstance(format, FP8Tile)
     message = f"{path}: {columns} columns are not whole blocks of {block}, as {option} needs them"
     require(tiles or columns % block == 0, message)
-    message = f"{weight.names[0]} is the transpose of a weight: --quantized does not store such"
-    require(not weight.transform.is_transposed, message)
-    parts = weight.transform.to_hugging_face(torch.arange(rows))
+    message = f"{rule.names[0]} is the transpose of a weight: --quantized does not store such"
+    require(not rule.is_transposed, message)
+    parts = rule.to_hugging_face(torch.arange(sum(rule.target_rows)))
     require(
         not tiles or all(_whole_tiles(part, format.block_rows) for part in parts),
         f"{path}: tiles of {format.block_rows} rows lie across the borders of "
-        f"{', '.join(weight.names)}: {option} cannot keep their scales",
+        f"{', '.join(rule.names)}: {option} cannot keep their scales",
     )
 
 
 def _whole_tiles(numbers: Tensor, rows: int) -> bool:
     """Return True if each tile of a part lies in one tile of the whole, by its rows' numbers."""
     return all(bool((tile == tile[0]).all()) for tile in (numbers // rows).split(rows))
+
+
+def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
+    """Write a layout's further documents, and a report of the error of the weights.
+
+    Their error is computed from what :func:`open_folder` reads; a row is printed for each block.
+    """
+    for name, document in plan.layout.documents(plan.config).items():
+        write_json(path / name, document)
+    folder, weights = open_folder(path), {}
+    blocks: dict[int, list[tuple[str, str, _Energy]]] = {}
+    for weight in plan.weights.values():
+        format = str(weight.format)
+        parts = weight.rule.to_hugging_face(weight.rule.read(tensors).float())
+        for name, part in zip(weight.rule.names, parts, strict=True):
+            noise = part - folder.dequantized(name)
+            signal, error = (float(x.square().sum(dtype=torch.float64)) for x in (part, noise))
+            energy = (signal, error)
+            blocks.setdefault(weight.layer.block, []).append((name, format, energy))
+            weights[name] = {"format": format, "sqnr_db": _sqnr([energy])}
+    total = _sqnr(energy for members in blocks.values() for _, _, energy in members)
+    write_json(path / REPORT, {
+        "recipe": plan.recipe.name, "layout": plan.layout.name, "sqnr_db": total,
+        "weights": weights, "kept": list(plan.unquantized),
+    })  # fmt: skip
+    columns = ("block", "weights", "formats", "SQNR (dB)", "lowest")
+    title = f"recipe {plan.recipe.name} as {plan.layout.name}: {len(weights)} quantized weights"
+    table = Table(*columns, title=title, title_justify="left")
+    for block, members in sorted(blocks.items()):
+        formats = ", ".join(dict.fromkeys(format for _, format, _ in members))
+        errors = [(_sqnr([energy]), name) for name, _, energy in members]
+        lowest, name = min(errors, key=lambda error: math.inf if error[0] is None else error[0])
+        total = _sqnr(energy for _, _, energy in members)
+        block_sqnr, low = ("exact" if x is None else f"{x:.2f}" for x in (total, lowest))
+        table.add_row(str(block), str(len(members)), formats, block_sqnr, f"{low} {name}")
+    plain_console(_COLUMNS).print(table)
+
+
+def _sqnr(energies: Iterable[_Energy]) -> float | None:
+    """Return the signal to quantization noise in dB; None without noise or signal."""
+    signal, noise = map(sum, zip(*energies, strict=True))
+    return 10 * math.log10(signal / noise) if signal and noise else None

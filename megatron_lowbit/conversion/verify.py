@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, LazyTensors
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import argument_file
 from megatron_lowbit.checkpoints.reader import EMBEDDING, open_checkpoint
 from megatron_lowbit.conversion import TOKENS
@@ -21,7 +21,7 @@ from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder
 from megatron_lowbit.errors import UserError, as_user_error, require
-from megatron_lowbit.recipes import LinearPrecision, Recipe
+from megatron_lowbit.recipes import LinearPrecision
 
 LIMIT = 2**-13
 """Largest difference of logits in FP32 that the order of sums explains, of the largest logit."""
@@ -85,37 +85,39 @@ def wrong_weight(folder: Path, dtype: str | None) -> str | None:
     return None
 
 
-def check_source(folder: Path, tokens: Sequence[int]) -> None:
-    """Check that :func:`verify` can compare a folder of Hugging Face's, before it is converted.
+def check_needs(
+    source: Path, command: str, tokens: Sequence[int], vocab_size: int | None = None
+) -> None:
+    """Check that :func:`verify` can compare what a command is going to convert.
 
     Raises UserError where transformers is not installed or does not know the folder's model, or a
     token is not in the vocabulary.
     """
-    size = from_config(open_folder(folder).config, str(folder / CONFIG)).model["vocab_size"]
-    check_tokens(tokens, size)
-    from transformers import AutoConfig
-
-    with as_user_error(f"--verify: transformers does not take {folder / CONFIG}"):
-        AutoConfig.from_pretrained(folder)
-
-
-def check_tokens(tokens: Sequence[int], size: int) -> None:
-    """Raise UserError where transformers is not installed, or a token is not in the vocabulary."""
+    if command == "to-megatron":
+        model = from_config(open_folder(source).config, str(source / CONFIG)).model
+    else:
+        model = open_checkpoint(source, check=False).model_arguments(vocab_size)
     if find_spec("transformers") is None:
         raise UserError("--verify needs transformers: pip install transformers")
     for token in tokens:
-        require(0 <= token < size, f"--verify-tokens {token}: the vocabulary is 0 to {size - 1}")
+        inside = 0 <= token < model["vocab_size"]
+        last = model["vocab_size"] - 1
+        require(inside, f"--verify-tokens {token}: the vocabulary is 0 to {last}")
+    if command == "to-megatron":
+        from transformers import AutoConfig
+
+        with as_user_error(f"--verify: transformers does not take {source / CONFIG}"):
+            AutoConfig.from_pretrained(source)
 
 
-def _transformers_model(folder: Folder, exact: bool) -> Any:
+def _transformers_model(folder: QuantizedFolder, exact: bool) -> Any:
     """Return transformers' model in FP32; weights are dequantized exactly, or rounded to BF16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder.path)
     if hasattr(config, QUANTIZATION):
         delattr(config, QUANTIZATION)  # the weights come dequantized
-    kind = type(AutoModelForCausalLM.from_config(config))
-    exact = exact and isinstance(folder, QuantizedFolder)
+    model_class = type(AutoModelForCausalLM.from_config(config))
     read = folder.dequantized if exact else folder.read
     parts = [
         LazyTensors({name: torch.empty(folder.shape(name)[0], device="meta")},
@@ -125,9 +127,11 @@ def _transformers_model(folder: Folder, exact: bool) -> Any:
     weights: dict[str, Tensor] = {}
     for part in stack_experts(parts, folder.config):
         weights |= part.make()
-    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    model = model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32
+    )
     # transformers 5.23 leaves what it does not load, such as rotary frequencies, without a value.
-    fresh = dict(kind(config).named_buffers())
+    fresh = dict(model_class(config).named_buffers())
     for name, buffer in model.named_buffers():
         if name not in weights:
             buffer.copy_(fresh[name])
@@ -137,8 +141,15 @@ def _transformers_model(folder: Folder, exact: bool) -> Any:
 def _of_megatron(
     checkpoint: Path, converted: ConvertibleModel, tokens: Tensor, quantized: QuantizedAs | None
 ) -> Tensor:
-    opened = open_checkpoint(checkpoint, check=False)
-    recipe = None if quantized is None else _of_weights(recipe_of(quantized, opened))
+    opened, recipe = open_checkpoint(checkpoint, check=False), None
+    if quantized is not None:
+        recipe = recipe_of(quantized, opened)
+        # Weights are quantized in fprop, and nothing else.
+        weights = {
+            name: LinearPrecision(replace(precision.fprop, lhs=None))
+            for name, precision in recipe.configs.items()
+        }
+        recipe = replace(recipe, configs=weights, switches=())
     rows = opened.model[EMBEDDING].size[0]
     arguments = [
         *shlex.split(argument_file(converted.name, converted.model), comments=True),
@@ -149,12 +160,3 @@ def _of_megatron(
         device = next(model.parameters()).device
         positions = torch.arange(tokens.shape[1], device=device)[None]
         return model(tokens.to(device), positions, attention_mask=None).float().cpu()
-
-
-def _of_weights(recipe: Recipe) -> Recipe:
-    """Return the recipe with weights quantized in fprop, and nothing else."""
-    configs = {
-        name: LinearPrecision(replace(precision.fprop, lhs=None))
-        for name, precision in recipe.configs.items()
-    }
-    return replace(recipe, configs=configs, switches=())

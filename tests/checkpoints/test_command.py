@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from saved_args import change_args
-from training_runs import MODEL, losses, train
+from training_runs import MODEL, change_args, losses, train
 
 from megatron_lowbit.checkpoints.command import main as checkpoint_main
 from megatron_lowbit.checkpoints.reader import CheckpointReader, chosen_iterations, open_checkpoint

@@ -1,4 +1,4 @@
-"""A Llama in Hugging Face's format without transformers, of any size, in files of any size."""
+"""A Llama in Hugging Face's format, of any size, in files of any size."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_models import SIZES, make_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -13,27 +14,6 @@ CONFIG = {
     "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "vocab_size": 100, "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor."""
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    query, key = (config[name] * config["head_dim"]
-                  for name in ("num_attention_heads", "num_key_value_heads"))  # fmt: skip
-    layer = {
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden),
-        "self_attn.v_proj": (key, hidden), "self_attn.o_proj": (hidden, query),
-        "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
-    }  # fmt: skip
-    found = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for number in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-    found["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (config["vocab_size"], hidden)
-    return found
 
 
 def write_llama(
@@ -48,9 +28,13 @@ def write_llama(
     ``changes`` puts tensors in the place of the model's, or takes them away.
     """
     config = CONFIG | (config or {})
+    sizes = {name: config[name] for name in (*SIZES, "tie_word_embeddings")}
+    with torch.device("meta"):
+        model = make_model("llama", **sizes)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    made = {name: torch.rand(shape).to(dtype) for name, shape in shapes(config).items()} | changes
+    made = {name: torch.rand(part.shape).to(dtype) for name, part in model.named_parameters()}
+    made |= changes
     shards, size = [{}], 0
     for name, tensor in made.items():
         if tensor is None:

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from saved_args import change_args
-from small_llama import write_llama
+from small_llama import CONFIG, write_llama
+from training_runs import change_args
 
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
@@ -20,6 +20,15 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def source(tmp_path):
     """A folder to spoil, in several files."""
     return tmp_path / "source"
+
+
+@pytest.fixture
+def checkpoint(source, tmp_path):
+    """A checkpoint to spoil, the only folder that there is."""
+    write_llama(source)
+    to_megatron(source, tmp_path / "checkpoint")
+    shutil.rmtree(source)
+    return tmp_path / "checkpoint"
 
 
 def refused(source, message: str, convert=to_megatron, *rest) -> None:
@@ -53,6 +62,20 @@ def test_a_tensor_that_the_index_has_and_the_file_has_not(source):
     content["weight_map"][HEAD] = "0.safetensors"
     index.write_text(json.dumps(content))
     refused(source, r"0\.safetensors: holds no lm_head\.weight, which .*index\.json says is there")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 5}, r"no tensor model\.layers\.3"),
+        ({"num_hidden_layers": 2}, r"tensor model\.layers\.2.* has no place"),
+        ({"intermediate_size": 40}, "48 rows; config.json says 40"),
+    ],
+)
+def test_tensors_of_another_model(source, change, message):
+    write_llama(source)
+    (source / "config.json").write_text(json.dumps(CONFIG | change))
+    refused(source, message)
 
 
 def test_tied_with_a_head_of_its_own(source):
@@ -105,12 +128,8 @@ def test_tensors_that_do_not_fit_each_other(source):
     refused(source, r"up_proj\.weight is \[48, 32\] torch\.bfloat16 and does not fit")
 
 
-def test_a_checkpoint_of_another_shape_than_it_says(tmp_path):
+def test_a_checkpoint_of_another_shape_than_it_says(checkpoint):
     """Too few rows for the vocabulary, and of another width."""
-    write_llama(tmp_path / "source")
-    checkpoint = tmp_path / "checkpoint"
-    to_megatron(tmp_path / "source", checkpoint)
-    shutil.rmtree(tmp_path / "source")
     refused(checkpoint, "--vocab-size 104: .* has 100 rows", to_hugging_face, *[None] * 5, 104)
     change_args(checkpoint / "iter_0000000", ffn_hidden_size=40)
     refused(checkpoint, r"linear_fc1\.weight is \[96, 32\]", to_hugging_face)
@@ -136,20 +155,12 @@ def test_a_checkpoint_of_another_shape_than_it_says(tmp_path):
         ({"num_layers": 4}, r"layer_norm_weight is \[3, 32\].*first axes should be \[4\]"),
     ],
 )
-def test_a_model_that_no_family_has(tmp_path, change, named):
-    write_llama(tmp_path / "source")
-    checkpoint = tmp_path / "checkpoint"
-    to_megatron(tmp_path / "source", checkpoint)
-    shutil.rmtree(tmp_path / "source")
+def test_a_model_that_no_family_has(checkpoint, change, named):
     change_args(checkpoint / "iter_0000000", **change)
     refused(checkpoint, named, to_hugging_face)
 
 
-def test_a_file_that_changed_is_refused(tmp_path):
-    write_llama(tmp_path / "source")
-    checkpoint = tmp_path / "checkpoint"
-    to_megatron(tmp_path / "source", checkpoint)
-    shutil.rmtree(tmp_path / "source")
+def test_a_file_that_changed_is_refused(checkpoint):
     file = checkpoint / "iter_0000000" / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[5000] ^= 1
@@ -157,11 +168,7 @@ def test_a_file_that_changed_is_refused(tmp_path):
     refused(checkpoint, r"__0_0\.distcp: its content differs", to_hugging_face)
 
 
-def test_a_common_state_that_could_run_code_is_refused(tmp_path):
-    write_llama(tmp_path / "source")
-    checkpoint = tmp_path / "checkpoint"
-    to_megatron(tmp_path / "source", checkpoint)
-    shutil.rmtree(tmp_path / "source")
+def test_a_common_state_that_could_run_code_is_refused(checkpoint):
     path = checkpoint / "iter_0000000"
     (path / "common.pt").write_bytes(pickle.dumps({"args": print}))
     (path / "lowbit.json").unlink()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_llama import write_llama
-from tiny_models import LLAMA3
+from tiny_models import LLAMA3, make_model, weights
 
 from megatron_lowbit.conversion.command import main
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
@@ -56,12 +56,9 @@ def tokenizer(folder: Path, split: str | None = None) -> None:
 
 def write_model(folder: Path, kind: str = "llama", rope: dict | None = None) -> None:
     """Save a random model of transformers' with a tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
     rope = rope or {"rope_type": "default", "rope_theta": 50000.0}
-    config = AutoConfig.for_model(kind, **CONFIG, rope_parameters=rope)
-    model = AutoModelForCausalLM.from_config(config)
+    model = make_model(kind, **CONFIG, rope_parameters=rope)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms drawn as they are could be exchanged
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -78,6 +75,10 @@ def served(folder: Path, recipe: str, *changes: str, **model) -> Path:
     return folder / "served"
 
 
+def read_gguf(file: Path) -> dict:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+
 def rows_as_stored(name: str, tensor: torch.Tensor, heads: dict[str, int]) -> torch.Tensor:
     """Return rows of queries or keys as Hugging Face has them: the halves of each head apart."""
     count = heads.get(name.split(".")[-2])
@@ -86,45 +87,29 @@ def rows_as_stored(name: str, tensor: torch.Tensor, heads: dict[str, int]) -> to
     return tensor.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def codes_of(blocks: torch.Tensor, elements: int) -> torch.Tensor:
-    """Return codes 0..15 (R, K) of bytes (R, ..., elements/2)."""
-    return torch.cat([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_and_scales_are_those_of_the_export(recipe, tmp_path):
     """Read back with gguf's reader, unpacked here, against the tensors of compressed-tensors."""
-    from safetensors.torch import load_file
-
     folder = served(tmp_path, recipe)
     to_gguf(folder, tmp_path / "served.gguf")
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "served.gguf").tensors}
-    expected = load_file(folder / "model.safetensors")
+    stored, expected = read_gguf(tmp_path / "served.gguf"), weights(folder)
     heads, count = {"attn_q": 4, "attn_k": 2}, 0
     for layer in range(2):
         for part, module in PARTS.items():
             name, module = f"blk.{layer}.{part}.weight", f"model.layers.{layer}.{module}_proj"
             assert stored[name].tensor_type.name == RECIPES[recipe]
-            rows = rows_as_stored(name, torch.from_numpy(stored[name].data.copy()), heads)
-            packed = expected[f"{module}.weight_packed"].view(torch.uint8)
-            codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-            scales = expected[f"{module}.weight_scale"]
+            values = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+            codes, scales = (expected[f"{module}.weight_{part}"] for part in ("packed", "scale"))
+            if recipe == "qat-int4-g32":
+                pairs = codes.view(torch.uint8)
+                steps = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1).float() - 8
+                decoded = steps * scales.float().repeat_interleave(32, dim=1)
+            else:
+                decoded = decode_blocks(recipe.removeprefix("qat-"), codes, scales)
+            assert torch.equal(rows_as_stored(name, torch.from_numpy(values), heads), decoded), name
             if recipe == "qat-nvfp4":
-                blocks = rows.unflatten(1, (-1, 36))
-                assert torch.equal(blocks[..., :4].flatten(1), scales.view(torch.uint8))
-                seen = codes_of(blocks[..., 4:].unflatten(2, (4, 8)), 16)
                 scale = torch.from_numpy(stored[f"blk.{layer}.{part}.scale"].data.copy())
                 assert torch.equal(scale, 1.0 / expected[f"{module}.weight_global_scale"])
-            elif recipe == "qat-mxfp4":
-                blocks = rows.unflatten(1, (-1, 17))
-                assert torch.equal(blocks[..., 0], scales)
-                seen = codes_of(blocks[..., 1:], 32)
-            else:
-                blocks = rows.unflatten(1, (-1, 18))
-                halves = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
-                assert torch.equal(halves.float(), scales.float())
-                seen = codes_of(blocks[..., 2:], 32)
-            assert torch.equal(seen, codes), name
             count += 1
     assert count == 14 and (recipe == "qat-nvfp4") == any(n.endswith(".scale") for n in stored)
 
@@ -147,18 +132,18 @@ def test_gguf_dequantizes_blocks_to_the_same_values():
     assert torch.equal(torch.from_numpy(values), pairs * scales.float())
 
 
-@pytest.mark.parametrize("scale", [2.0**-17 * 1.9921875, 2.0**-20, 65280.0, 0.0])
-def test_scales_that_fp16_holds(scale):
-    words = torch.zeros(1, 4, dtype=torch.int32)
-    blocks = q4_0_blocks(words, torch.full((1, 1), scale, dtype=torch.bfloat16))
-    assert blocks[0, :2].view(torch.float16).item() == scale
-
-
-@pytest.mark.parametrize("scale", [2.0**-18 * 1.9921875, 2.0**-26, 65536.0, float("nan")])
-def test_other_scales_are_refused(scale):
-    words = torch.zeros(1, 4, dtype=torch.int32)
+@pytest.mark.parametrize(
+    ("scale", "is_held"),
+    [(2.0**-17 * 1.9921875, True), (2.0**-20, True), (65280.0, True), (0.0, True),
+     (2.0**-18 * 1.9921875, False), (2.0**-26, False), (65536.0, False), (float("nan"), False)],
+)  # fmt: skip
+def test_scales_that_fp16_holds(scale, is_held):
+    words, scales = torch.zeros(1, 4).int(), torch.full((1, 1), scale, dtype=torch.bfloat16)
+    if is_held:
+        assert q4_0_blocks(words, scales)[0, :2].view(torch.float16).item() == scale
+        return
     with pytest.raises(UserError, match="a scale is no FP16 number"):
-        q4_0_blocks(words, torch.full((1, 1), scale, dtype=torch.bfloat16))
+        q4_0_blocks(words, scales)
 
 
 def test_scales_that_ggml_reads_otherwise_are_refused():
@@ -177,14 +162,13 @@ def expected_logits(folder: Path) -> torch.Tensor:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    weights, kind = open_folder(folder), gguf.GGMLQuantizationType.Q8_0
+    opened, kind = open_folder(folder), gguf.GGMLQuantizationType.Q8_0
     config = AutoConfig.from_pretrained(folder)
     delattr(config, "quantization_config")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if name in weights.file_of:
-            stored = weights.dequantized(name).float()
-            parameter.data.copy_(stored)
+        if name in opened.file_of:
+            parameter.data.copy_(opened.dequantized(name).float())
 
     def round_input(module, inputs):
         rounded = gguf.dequantize(gguf.quantize(inputs[0].numpy(), kind), kind)
@@ -272,8 +256,7 @@ def test_frequencies_are_those_of_llama_3_1(tmp_path):
     rope = LLAMA3 | {"factor": 32.0}
     folder = plain_folder(tmp_path / "model", rope_parameters=rope, head_dim=64)
     to_gguf(folder, tmp_path / "model.gguf")
-    reader = gguf.GGUFReader(tmp_path / "model.gguf")
-    (stored,) = (tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    stored = read_gguf(tmp_path / "model.gguf")["rope_freqs.weight"]
     factors = torch.from_numpy(stored.data.copy())
     config = LlamaConfig(**CONFIG | {"head_dim": 64}, rope_parameters=rope)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
@@ -288,8 +271,7 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
     written, reader, command = capsys.readouterr().out.splitlines()
     assert written == f"written: {file} (Llama, 15 matrices in F32)"
     assert reader.startswith("loads in: llama.cpp") and command.startswith("next: llama-server")
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    assert "output.weight" not in stored  # llama.cpp then takes the embedding
+    assert "output.weight" not in read_gguf(file)  # llama.cpp then takes the embedding
     with pytest.raises(UserError, match="exists; --force replaces it"):
         to_gguf(folder, file)
     before = file.stat().st_ino
@@ -299,13 +281,10 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
 
 def test_brain_floats_stay_as_they_are(tmp_path):
     """Matrices keep their dtype; vectors become FP32."""
-    from safetensors.torch import load_file
-
     folder = plain_folder(tmp_path / "model")
     write_llama(folder, CONFIG | {"model_type": "llama"}, dtype=torch.bfloat16)
     to_gguf(folder, tmp_path / "a.gguf")
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
-    expected = load_file(folder / "0.safetensors")
+    stored, expected = read_gguf(tmp_path / "a.gguf"), weights(folder)
     down, norm = stored["blk.1.ffn_down.weight"], stored["blk.1.ffn_norm.weight"]
     assert (down.tensor_type.name, norm.tensor_type.name) == ("BF16", "F32")
     seen = torch.from_numpy(down.data.copy()).view(torch.bfloat16)

@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import gpt_oss_model, weights
-from training_runs import train
+from safetensors.torch import save_file
+from tiny_models import config_of, layer_tensor, make_model, weights
+from training_runs import record_weights, train
 
-from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
+from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
-from megatron_lowbit.conversion.families import FAMILIES, family_of
 from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.conversion.verify import verify
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.layers import operands
 from tests.short_runs import fork_results_queue, without_pictures
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 4, 64, 32
@@ -39,9 +36,8 @@ def released(tmp_path_factory) -> Path:
     """A folder with the tensors of openai/gpt-oss-20b, but smaller ones."""
     folder = tmp_path_factory.mktemp("released")
     torch.manual_seed(0)
-    model = gpt_oss_model(
-        hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=LAYERS, vocab_size=500
-    )
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS}
+    model = make_model("gpt-oss", **sizes, vocab_size=500)
     model.bfloat16().save_pretrained(folder)
     tensors = weights(folder)
     for layer in range(LAYERS):
@@ -54,7 +50,7 @@ def released(tmp_path_factory) -> Path:
             blocks, scales = random_blocks(rows, columns)
             tensors |= {f"{experts}.{name}_blocks": blocks, f"{experts}.{name}_scales": scales}
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     config["quantization_config"] = QUANTIZATION
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -76,18 +72,16 @@ def dequantized(tensors: dict[str, torch.Tensor], experts: str, name: str) -> to
 
 
 def test_mxfp4_is_read_as_transformers_reads_it(released, checkpoint):
-    tensors, reader = weights(released), CheckpointReader(checkpoint / "iter_0000000")
+    tensors = weights(released)
     for layer in range(LAYERS):
         pair, down = (
             dequantized(tensors, f"model.layers.{layer}.mlp.experts", name)
             for name in ("gate_up_proj", "down_proj")
         )
         for expert in range(EXPERTS):
-            place, of = (layer, expert), (LAYERS, EXPERTS)
+            slices = (layer, expert), (LAYERS, EXPERTS)
             fc1, fc2 = (
-                reader.read(
-                    TensorSlice(f"decoder.layers.mlp.experts.experts.{key}.weight", place, of)
-                )
+                layer_tensor(checkpoint, f"mlp.experts.experts.{key}", *slices)
                 for key in ("linear_fc1", "linear_fc2")
             )
             assert torch.equal(fc1, torch.cat([pair[expert, ::2], pair[expert, 1::2]]))
@@ -100,7 +94,7 @@ def test_without_training_every_bit_comes_back(released, checkpoint, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = config_of(tmp_path / "out")
     assert config["quantization_config"]["quant_method"] == "mxfp4"
     difference, largest = verify(tmp_path / "out", checkpoint, quantized=QAT)
     assert difference <= 1e-5 * largest
@@ -130,21 +124,14 @@ def test_an_export_has_the_codes_that_training_multiplied(
     released, checkpoint, tmp_path, monkeypatch
 ):
     """After two updates, against the operands of the third iteration's forward."""
-    seen, original = [], operands.quantize_weight
-
-    def recording(*arguments):
-        operands_of_call = original(*arguments)
-        seen.append(operands_of_call[0])
-        return operands_of_call
-
-    monkeypatch.setattr(operands, "quantize_weight", recording)
+    seen = record_weights(monkeypatch)
     train(f"@{checkpoint}/model.args", "--load", checkpoint, "--finetune", "--train-iters", 3,
           "--save", tmp_path / "run", "--save-interval", 2, "--precision-recipe", "qat-mxfp4",
           "--recipe-set", ONLY_EXPERTS)  # fmt: skip
     to_hugging_face(
         tmp_path / "run" / "iter_0000002", tmp_path / "out", quantized=QuantizedAs("gpt-oss")
     )
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = weights(tmp_path / "out")
     microbatch = iter(seen[-2 * LAYERS * EXPERTS :])
     for layer in range(LAYERS):
         experts = f"model.layers.{layer}.mlp.experts"
@@ -159,48 +146,6 @@ def test_an_export_has_the_codes_that_training_multiplied(
                 assert torch.equal(weight.scales, scales)
     first = "model.layers.0.mlp.experts.down_proj_blocks"
     assert not torch.equal(tensors[first], weights(released)[first])  # the updates changed codes
-
-
-def test_transformers_loads_an_export(checkpoint, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    to_hugging_face(checkpoint, tmp_path / "out", "bfloat16", quantized=QAT)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    read = dequantized(weights(tmp_path / "out"), "model.layers.1.mlp.experts", "down_proj")
-    assert torch.equal(model.model.layers[1].mlp.experts.down_proj.transpose(1, 2), read)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_type 'default'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
-        ({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0: only 1.702"),
-        ({"attention_bias": False}, "attention_bias False"),
-        ({"layer_types": ["full_attention"]}, "layer_types must be .* for each of 2 layers"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must be"),
-    ],
-)
-def test_a_config_that_does_not_fit(change, named, released):
-    config = json.loads((released / "config.json").read_text())
-    with pytest.raises(UserError, match=named):
-        FAMILIES["GptOssForCausalLM"].from_config(config | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"window_size": (127, 2)}, r"window_size \(127, 2\)"),
-        ({"glu_linear_offset": 0.0}, "glu_linear_offset 0.0; a gpt-oss has 1.0"),
-        ({"softmax_type": "off-by-one"}, "softmax_type 'off-by-one'; a gpt-oss has 'learnable'"),
-        ({"mscale": 0.7}, "mscale 0.7"),
-    ],
-)
-def test_a_model_that_does_not_fit(change, named, released):
-    config = json.loads((released / "config.json").read_text())
-    model = FAMILIES["GptOssForCausalLM"].from_config(config).model | change
-    with pytest.raises(UserError, match=named):
-        family_of(model).to_config(model)
 
 
 def train_once(checkpoint: Path, save: Path, *arguments: object) -> None:

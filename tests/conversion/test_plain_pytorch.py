@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import MODELS
+from tiny_models import MODELS, ROPE, make_model
+from training_runs import record_weights
 
 from megatron_lowbit import LowbitLinear, convert
 from megatron_lowbit.conversion.command import main
 from megatron_lowbit.conversion.families import FAMILIES
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import operands
 from megatron_lowbit.pytorch import linear
 from megatron_lowbit.pytorch.convert import ONE_MATRIX
 from tests.marks import others_slow
@@ -23,12 +23,10 @@ RECIPES = ("qat-nvfp4", "qat-mxfp4", "qat-int4-g32")
 @pytest.fixture
 def llama():
     """A Llama whose queries, keys, gate and up have amaxes of their own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **layers, initializer_range=0.1))
+    changes = {"num_hidden_layers": 2, "initializer_range": 0.1, "rope_parameters": ROPE}
+    model = make_model("llama", **sizes, **changes)
     for name, parameter in model.named_parameters():
         if "k_proj" in name or "gate_proj" in name:
             parameter.data *= 0.3
@@ -47,20 +45,12 @@ def train(model, steps: int, autocast: bool) -> None:
 
 def weights_of_next_step(model, autocast: bool, monkeypatch) -> dict[str, object]:
     """Return the quantized weight of each module, as the next training step multiplies it."""
-    seen = {}
-
-    def recording(context, weight):
-        result = original(context, weight)
-        seen[current[-1]] = result[0]
-        return result
-
-    original, current = operands.quantize_weight, []
-    monkeypatch.setattr(operands, "quantize_weight", recording)
+    weights, names = record_weights(monkeypatch), []
     for name, module in model.named_modules():
         if isinstance(module, LowbitLinear):
-            module.register_forward_pre_hook(lambda *_, name=name: current.append(name))
+            module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
     train(model, 1, autocast)
-    return seen
+    return dict(zip(names, weights, strict=True))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -108,11 +98,11 @@ def test_an_export_has_the_bits_of_a_converted_model(
 def test_every_family_s_joined_weights_share_a_scale_in_pytorch(name):
     """Names of Hugging Face's matrices that are one of Megatron-LM's."""
     with torch.device("meta"):
-        model = MODELS[name]()
+        model = make_model(name)
     config = json.loads(model.config.to_json_string())
     family = FAMILIES[type(model).__name__]
     for rule in family.from_config(config).rules:
-        if len(rule.names) > 1 and "linear_" in rule.target.key:
+        if len(rule.names) > 1 and "linear_" in rule.targets[0].key:
             ends = tuple(name.split(".")[-2] for name in rule.names)
             assert ends in ONE_MATRIX
             assert len({name.rsplit(".", 2)[0] for name in rule.names}) == 1

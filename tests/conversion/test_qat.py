@@ -3,21 +3,23 @@
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import train
+from tiny_models import config_of, weights
+from training_runs import record_weights, train
 
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.megatron_model import loaded_model
-from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.conversion.quantized import QuantizedAs, _changed_since, recipe_of
 from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.layers import operands
 from megatron_lowbit.numerics import QuantizedTensor, quantize
 from megatron_lowbit.recipes import load_recipe, shipped_recipes
+from megatron_lowbit.recipes.record import record_of
 from tests.marks import others_slow
 
 # Query, key and value, and gate and up, in whole tiles of 128 rows.
@@ -47,16 +49,8 @@ class Run:
     """
 
     def __init__(self, folder: Path, recipe: str) -> None:
-        seen = []
-
-        def recording(*arguments):
-            operands_of_call = original(*arguments)
-            seen.append(operands_of_call[0])
-            return operands_of_call
-
-        original = operands.quantize_weight
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operands, "quantize_weight", recording)
+            seen = record_weights(patch)
             # A larger step makes the model so uneven that rounding inputs to BF16 shows.
             train(*MODEL, "--train-iters", 4, "--lr", 1e-3, "--save", folder, "--save-interval", 3,
                   "--precision-recipe", recipe)  # fmt: skip
@@ -76,10 +70,7 @@ def run_of(tmp_path_factory):
 def export(run: Run, output: Path, layout: str = "compressed-tensors"):
     """Return the tensors and config.json's quantization."""
     to_hugging_face(run.checkpoint, output, quantized=QuantizedAs(layout))
-    tensors = {}
-    for file in output.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors, json.loads((output / "config.json").read_text())["quantization_config"]
+    return weights(output), config_of(output)["quantization_config"]
 
 
 def layout_of(recipe: str) -> str:
@@ -202,7 +193,7 @@ def test_without_a_history_no_nvfp4_input_is_declared(run_of, tmp_path):
     run, out = run_of("qat-mxfp4"), tmp_path / "out"
     wanted = QuantizedAs("modelopt", ["qat-nvfp4-activations"])
     to_hugging_face(run.checkpoint, out, quantized=wanted)
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = config_of(out)["quantization_config"]
     assert config["quant_algo"] == "W4A16_NVFP4"
 
 
@@ -310,7 +301,7 @@ def test_an_export_is_read_back(recipe, run_of, tmp_path):
 def test_integers_of_other_widths_are_refused(run_of, tmp_path):
     out = tmp_path / "out"
     export(run_of("qat-int4-g32"), out)
-    document = json.loads((out / "config.json").read_text())
+    document = config_of(out)
     document["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8
     (out / "config.json").write_text(json.dumps(document))
     with pytest.raises(UserError, match="pack-quantized weights of 8 bits are not read"):
@@ -325,3 +316,65 @@ def test_groups_that_do_not_divide_a_row_are_refused(tmp_path):
     wanted = QuantizedAs("compressed-tensors", ["qat-int4-g128"])
     with pytest.raises(UserError, match="64 columns are not whole blocks of 128"):
         to_hugging_face(tmp_path / "run", tmp_path / "out", quantized=wanted)
+
+
+RECIPE = """
+name: mine
+formats: [mine.py]
+configs: {}
+matchers: {}
+"""
+
+
+def trained_with(recipe: str, *changes: str) -> SimpleNamespace:
+    """Return what an export reads of a checkpoint that holds no text of its recipe."""
+    return SimpleNamespace(path=Path("runs"), recipes=[recipe], recipe_set=[*changes],
+                           recipe_record=None)  # fmt: skip
+
+
+def test_a_checkpoint_runs_no_format_file(tmp_path):
+    """It may come from others, and its recipe and the recipe's file with it."""
+    trace = tmp_path / "trace"
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    (tmp_path / "mine.py").write_text(f"open({str(trace)!r}, 'w')")
+    path = str(tmp_path / "mine.yaml")
+    checkpoint = trained_with(path)
+    with pytest.raises(UserError, match=r"mine\.py: not run; .* name it by --recipe"):
+        recipe_of(QuantizedAs("modelopt"), checkpoint)
+    assert not trace.exists()
+    with pytest.raises(UserError, match="FORMATS must be"):
+        recipe_of(QuantizedAs("modelopt", [path]), checkpoint)
+    assert trace.exists()
+
+
+def test_a_shipped_recipe_of_a_checkpoint():
+    checkpoint = trained_with("nvfp4", "wgrad=null")
+    assert recipe_of(QuantizedAs("modelopt"), checkpoint).name == "nvfp4"
+
+
+def test_the_recipe_of_training_is_that_of_its_text(tmp_path):
+    """The file may have been edited or deleted since; the export keeps training's formats."""
+    file = tmp_path / "mine.yaml"
+    text = (Path(__file__).parents[2] / "recipes" / "nvfp4.yaml").read_text()
+    file.write_text(text)
+    checkpoint = trained_with(str(file))
+    checkpoint.recipe_record = record_of(checkpoint.recipes)
+    assert _changed_since(checkpoint) is None
+    edited = text.replace("nvfp4-2d", "mxfp4-2d").replace("format: nvfp4,", "format: mxfp4,")
+    file.write_text(edited)
+    assert recipe_of(QuantizedAs("modelopt"), checkpoint) == load_recipe("nvfp4")
+    assert _changed_since(checkpoint) == (
+        f"{file} has changed since training: now recipe nvfp4 with configs.nvfp4.input.format "
+        "mxfp4 instead of nvfp4 (2 more fields differ); the export follows training; --recipe "
+        f"{file} takes the recipe as it is now"
+    )
+    file.unlink()
+    assert recipe_of(QuantizedAs("modelopt"), checkpoint) == load_recipe("nvfp4")
+    assert _changed_since(checkpoint) == (
+        f"recipe file {file} does not exist; the export follows the text in the checkpoint"
+    )
+
+
+def test_a_checkpoint_without_the_text_of_its_recipe():
+    expected = "runs: records no text of its recipe; nvfp4 is taken as it is now"
+    assert _changed_since(trained_with("nvfp4")) == expected

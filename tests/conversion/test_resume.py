@@ -59,14 +59,22 @@ def raising(error: BaseException) -> Callable[[], None]:
     return throw
 
 
-def killed(convert: Callable[[Path], object], output: Path) -> Path:
-    """Convert in a process that is killed in the middle; return the folder it leaves."""
+def signalled(convert: Callable[[Path], object], output: Path, number: int) -> int:
+    """Convert in a process that gets a signal in the middle; return the process."""
     child = os.fork()
     if child == 0:
-        stop(pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGKILL))
-        convert(output)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        stop(pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), number))
+        try:
+            convert(output)
+        finally:
+            os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    return child
+
+
+def killed(convert: Callable[[Path], object], output: Path) -> Path:
+    """Convert in a process that is killed in the middle; return the folder it leaves."""
+    signalled(convert, output, signal.SIGKILL)
     assert not output.exists()
     return output.with_name(f".{output.name}.partial")
 
@@ -212,25 +220,12 @@ def test_a_damaged_journal(folder, tmp_path, line):
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def stopped(convert: Callable[[Path], object], output: Path) -> int:
-    """Convert in a process that stops in the middle; return the process."""
-    child = os.fork()
-    if child == 0:
-        stop(pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGSTOP))
-        try:
-            convert(output)
-        finally:
-            os._exit(0)
-    os.waitpid(child, os.WUNTRACED)
-    return child
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_one_conversion_at_a_time_writes_an_output(folder, tmp_path, direction):
     """The first one, stopped in a file, goes on undisturbed."""
     convert = conversion(folder, direction)
     convert(tmp_path / "whole")
-    child = stopped(convert, tmp_path / "out")
+    child = signalled(convert, tmp_path / "out", signal.SIGSTOP)
     before = noted(tmp_path / ".out.partial")
     with pytest.raises(UserError, match=f"out: in use by process {child} on .*; end that run"):
         convert(tmp_path / "out")

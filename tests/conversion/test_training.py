@@ -1,24 +1,24 @@
 """Converted models in Megatron-LM's training loop, and trained ones in transformers."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from tiny_models import (
-    EPS,
-    deepseek_v3_model,
-    gpt2_model,
-    mixtral_model,
-    nemotron_h_model,
-    qwen3_moe_model,
-    tied_llama_model,
-)
+import torch.nn.functional as F
+import transformers
+from tiny_models import EPS, make_model
 from training_runs import MODEL, losses, train
 
 from megatron_lowbit.checkpoints.reader import CheckpointReader, other_name
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.verify import verify
+from megatron_lowbit.megatron import pretrain
 from tests.marks import others_slow
+
+# isort: split
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 EXPERTS = ("--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 96)
 HYBRID = [
@@ -48,10 +48,7 @@ TRAINED = {
     "gpt-2": (GPT2, "bf16"), "nemotron-h": (HYBRID, "mxfp8"), "qwen3-moe": (QWEN3_MOE, "mxfp8"),
     "deepseek-v3": (DEEPSEEK_V3, "bf16"),
 }  # fmt: skip
-SOURCES = {
-    "tied llama": tied_llama_model, "mixtral": mixtral_model, "gpt-2": gpt2_model,
-    "nemotron-h": nemotron_h_model, "qwen3-moe": qwen3_moe_model, "deepseek-v3": deepseek_v3_model,
-}  # fmt: skip
+SOURCES = ("tied llama", "mixtral", "gpt-2", "nemotron-h", "qwen3-moe", "deepseek-v3", "gemma-3")
 
 
 def model_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -62,11 +59,14 @@ def model_tensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", others_slow(SOURCES, ("tied llama", "nemotron-h")))
+@pytest.mark.parametrize("name", others_slow(SOURCES, ("tied llama", "nemotron-h", "gemma-3")))
 def test_a_converted_model_is_trained(name, tmp_path):
-    """A step with a rate of 0 leaves every tensor as it was; one more with another changes it."""
+    """A step with a rate of 0 leaves every tensor as it was; one more with another changes it.
+
+    The trained model then has the same logits in transformers.
+    """
     torch.manual_seed(0)
-    SOURCES[name]().save_pretrained(tmp_path / "source")
+    make_model(name).save_pretrained(tmp_path / "source")
     start, same, other = (tmp_path / part for part in ("start", "same", "other"))
     to_megatron(tmp_path / "source", start)
     run = (f"@{start}/model.args", "--load", start, "--finetune", "--train-iters", 1)
@@ -83,13 +83,16 @@ def test_a_converted_model_is_trained(name, tmp_path):
     assert not torch.equal(
         changed["embedding.word_embeddings.weight"], before["embedding.word_embeddings.weight"]
     )
+    to_hugging_face(other, tmp_path / "out", companions=start / "hugging_face")
+    difference, largest = verify(tmp_path / "out", other, tokens=range(20))
+    assert difference <= 1e-5 * largest
 
 
 @pytest.mark.slow
 def test_a_larger_vocabulary_and_the_checkpoint_s_own_arguments(tmp_path):
     """Rows that only pad are allowed, for tensor parallelism; --use-checkpoint-args knows all."""
     torch.manual_seed(0)
-    tied_llama_model().save_pretrained(tmp_path / "source")
+    make_model("tied llama").save_pretrained(tmp_path / "source")
     start = tmp_path / "start"
     to_megatron(tmp_path / "source", start)
     shared = ("--load", start, "--finetune", "--train-iters", 1, "--lr", 0)
@@ -118,3 +121,43 @@ def test_a_trained_model_in_transformers(name, tmp_path):
     assert family.model["vocab_size"] == 500
     difference, largest = verify(folder, run)
     assert difference <= 1e-5 * largest
+
+
+LENGTH, SAMPLES = 32, 8
+
+
+def write_tokens(prefix: Path, seed: int) -> torch.Tensor:
+    """Write a dataset of one document; return its ids."""
+    ids = np.random.default_rng(seed).zipf(1.5, SAMPLES * LENGTH + 1) % 500
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder.add_document(torch.tensor(ids), [len(ids)])
+    builder.finalize(f"{prefix}.idx")
+    return torch.tensor(ids)
+
+
+def test_validation_loss_is_that_of_the_exported_model(tmp_path):
+    """Every sample of one epoch of the validation set once, in whatever order.
+
+    The vocabulary needs no padding: Megatron-LM's loss counts rows without tokens, too.
+    """
+    write_tokens(tmp_path / "train", 0)
+    ids = write_tokens(tmp_path / "valid", 1)
+    save, folder = tmp_path / "run", tmp_path / "exported"
+    pretrain.main([
+        *MODEL, "--vocab-size", "512", "--seq-length", str(LENGTH), "--micro-batch-size", "2",
+        "--global-batch-size", "4",
+        "--lr", "1e-2", "--train-iters", "4", "--eval-interval", "100", "--log-interval", "1",
+        "--eval-iters", str(SAMPLES // 4), "--save-interval", "100", "--save", str(save),
+        "--train-data-path", str(tmp_path / "train"), "--valid-data-path",
+        str(tmp_path / "valid"), "--tokenizer-type", "NullTokenizer", "--num-workers", "0",
+    ])  # fmt: skip
+    last = json.loads((save / "metrics.jsonl").read_text().splitlines()[-1])
+    to_hugging_face(save, folder)
+    samples = ids.unfold(0, LENGTH + 1, LENGTH)
+    assert samples.shape == (SAMPLES, LENGTH + 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(samples[:, :-1]).logits.flatten(0, 1).double()
+    assert last["iteration"] == 4
+    loss = float(F.cross_entropy(logits, samples[:, 1:].flatten()))
+    assert last["validation_loss"] == pytest.approx(loss, rel=1e-5)

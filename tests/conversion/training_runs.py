@@ -1,10 +1,18 @@
-"""Runs of Megatron-LM's training loop in this process, on made-up data."""
+"""Runs of Megatron-LM's training loop in this process, on made-up data, and what they multiply."""
 
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from megatron_lowbit.layers import operands
+from megatron_lowbit.megatron.common_state import read_common_state
 from megatron_lowbit.megatron.pretrain import main
+from megatron_lowbit.numerics import QuantizedTensor
+from megatron_lowbit.storage import files
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -29,3 +37,27 @@ def losses(save: Path) -> dict[int, float]:
     """Return the training loss by iteration of the run that saved there."""
     lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
     return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+
+
+def record_weights(patch: pytest.MonkeyPatch) -> list[QuantizedTensor]:
+    """Return a list to which every forward pass adds its quantized weights."""
+    weights, original = [], operands.quantize_weight
+
+    def recording(*arguments):
+        operands_of_call = original(*arguments)
+        weights.append(operands_of_call[0])
+        return operands_of_call
+
+    patch.setattr(operands, "quantize_weight", recording)
+    return weights
+
+
+def change_args(path: Path, **changes: Any) -> None:
+    """Give a checkpoint's folder other arguments, in the file where older ones keep them.
+
+    Megatron-LM reads that file first, too.
+    """
+    common = read_common_state(path)
+    vars(common["args"]).update(changes)
+    torch.save(common, path / "common.pt")
+    files.write_document(path, {"files": files.checksums(path)})

@@ -20,12 +20,15 @@ FAMILIES = {
 }  # fmt: skip
 """Families by architecture in config.json."""
 _MARKS = {
-    "hybrid_layer_pattern": NEMOTRON_H,
-    "multi_latent_attention": DEEPSEEK_V3,
-    "softmax_type": GPT_OSS,
-    "sandwich_norm": GEMMA3,
+    ("hybrid_layer_pattern",): NEMOTRON_H,
+    ("multi_latent_attention",): DEEPSEEK_V3,
+    ("softmax_type",): GPT_OSS,
+    ("sandwich_norm",): GEMMA3,
+    ("num_experts", "qk_layernorm"): QWEN3_MOE,
+    ("num_experts",): MIXTRAL,
+    ("qk_layernorm",): QWEN3,
 }
-"""Arguments that only the models of one family have."""
+"""Families by the arguments that their models have; a model is of the first family that fits."""
 
 
 def from_config(config: dict[str, Any], place: str = CONFIG) -> ConvertibleModel:
@@ -42,11 +45,7 @@ def from_config(config: dict[str, Any], place: str = CONFIG) -> ConvertibleModel
 
 def family_of(model: Model) -> Family:
     """Return the only family that a trained model can be of; its ``to_config`` checks the model."""
-    for argument, family in _MARKS.items():
-        if argument in model:
+    for arguments, family in _MARKS.items():
+        if model.keys() >= {*arguments}:
             return family
-    if "num_experts" in model:
-        return QWEN3_MOE if "qk_layernorm" in model else MIXTRAL
-    if "qk_layernorm" in model:
-        return QWEN3
     return GPT2 if model["position_embedding_type"] == "learned_absolute" else LLAMA

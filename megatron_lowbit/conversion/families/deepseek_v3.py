@@ -6,9 +6,8 @@ Both sides have rotary dimensions in pairs and parts of heads in the same order.
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
-from megatron_lowbit.conversion.families.dense import EMBEDDING, LLAMA, MLP, OUTPUT, scaled_rope
-from megatron_lowbit.conversion.families.experts import EXPERTS, layers_of
+from megatron_lowbit.conversion.families.dense import LLAMA, OUTER, rope_entries, scaled_rope
+from megatron_lowbit.conversion.families.experts import EXPERTS, dense_or_experts
 from megatron_lowbit.conversion.family import (
     Entry,
     Family,
@@ -16,10 +15,11 @@ from megatron_lowbit.conversion.family import (
     experts,
     experts_of_a_token,
     integer,
+    number_of_layers,
     positive_number,
     query_groups,
 )
-from megatron_lowbit.conversion.mapping import Model, TensorTable
+from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
@@ -52,10 +52,6 @@ _COUNT = experts("n_routed_experts")
 _OF_A_TOKEN = experts_of_a_token(_COUNT)
 
 
-def _tensors(model: Model) -> TensorTable:
-    return TensorTable(EMBEDDING, layers_of(model, _ATTENTION, MLP, _EXPERTS), OUTPUT)
-
-
 def _query_rank(entries: Entries) -> int:
     rank = entries.integer("q_lora_rank", 0, least=0)
     require(rank > 0, f"{CONFIG}: q_lora_rank {rank or None}: {_NO_QUERY_RANK}")
@@ -71,24 +67,19 @@ def _more_arguments(entries: Entries) -> dict[str, Any]:
         f"{CONFIG}: norm_topk_prob {normalized}: Megatron-LM normalizes the scores of a token's "
         "experts if these are several",
     )
+    layers = number_of_layers(entries)
+    dense = entries.integer("first_k_dense_replace", 3, least=0, most=layers)
     return {
         "num_query_groups": heads,
         "kv_channels": entries.integer("v_head_dim", 128),  # Latent attention does not use it.
-        "moe_layer_freq": _layers_with_experts(entries),
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
         **_rope_scaling(entries),
     }
 
 
-def _layers_with_experts(entries: Entries) -> int | list[int]:
-    """Return 1 if all layers have experts, else 1 or 0 for each layer."""
-    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
-    dense = entries.integer("first_k_dense_replace", 3, least=0, most=layers)
-    return [0] * dense + [1] * (layers - dense) if dense else 1
-
-
 def _rope_scaling(entries: Entries) -> dict[str, Any]:
-    yarn = scaled_rope(entries, "yarn", _YARN)
-    kind, factor, mscale, all_dimensions = "rope", 1.0, 1.0, 0.0
+    yarn = scaled_rope(rope_entries(entries), "yarn", _YARN)
+    rope_type, factor, mscale, all_dimensions = "rope", 1.0, 1.0, 0.0
     if yarn is not None:
         require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
         message = f"{CONFIG}: attention_factor: Megatron-LM derives it from factor and mscale"
@@ -96,8 +87,8 @@ def _rope_scaling(entries: Entries) -> dict[str, Any]:
         all_dimensions = yarn.number("mscale_all_dim", 0.0)
         mscale = yarn.number("mscale", 0.0 if all_dimensions else 1.0)
         _check_scales(f"{CONFIG}:", mscale, all_dimensions)
-        kind, factor = "yarn", yarn.number("factor", above=0)
-    return {"rope_type": kind, "rotary_scaling_factor": factor, "mscale": mscale,
+        rope_type, factor = "yarn", yarn.number("factor", above=0)
+    return {"rope_type": rope_type, "rotary_scaling_factor": factor, "mscale": mscale,
             "mscale_all_dim": all_dimensions}  # fmt: skip
 
 
@@ -182,13 +173,6 @@ def _rope_scaling_entry(model: Model) -> dict[str, Any] | None:
     return {"rope_type": "yarn", "factor": model["rotary_scaling_factor"], **_YARN, **scales}
 
 
-def _prediction_layers(entries: Entries) -> tuple[str, ...]:
-    """Return the starts of the names of tensors for multi-token prediction."""
-    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
-    more = entries.integer("num_nextn_predict_layers", 0, least=0, most=MOST_LAYERS)
-    return tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
-
-
 DEEPSEEK_V3 = Family(
     name="DeepSeek-V3",
     architecture="DeepseekV3ForCausalLM",
@@ -226,15 +210,13 @@ DEEPSEEK_V3 = Family(
         "moe_ffn_hidden_size": integer("moe_intermediate_size", 2048),
         "moe_router_num_groups": Entry("n_group", _groups, lambda groups: groups or 1),
         "moe_router_group_topk": Entry("topk_group", _groups_of_a_token),
-        "moe_router_topk_scaling_factor": Entry(
-            "routed_scaling_factor",
-            positive_number("routed_scaling_factor", 2.5).read,
-            lambda factor: factor or 1.0,
+        "moe_router_topk_scaling_factor": positive_number("routed_scaling_factor", 2.5)._replace(
+            write=lambda factor: factor or 1.0
         ),
         "moe_shared_expert_intermediate_size": Entry("n_shared_experts", _shared_width),
     },
-    tensors=_tensors,
+    outer=OUTER,
+    layers=dense_or_experts(_ATTENTION, _EXPERTS),
     more_arguments=_more_arguments,
     more_entries=_more_entries,
-    left_out=_prediction_layers,
 )

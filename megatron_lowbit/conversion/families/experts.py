@@ -5,34 +5,31 @@ Hugging Face stores its experts of a layer together, in BF16 or in MXFP4, which
 ``layouts/gpt_oss.py`` takes apart.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.families.dense import (
     ATTENTION,
-    EMBEDDING,
     LLAMA,
     MLP,
-    OUTPUT,
     QWEN3,
     QWEN3_ATTENTION,
+    rope_entries,
     scaled_rope,
 )
 from megatron_lowbit.conversion.family import (
     Entry,
-    check_window,
     experts,
     experts_of_a_token,
     integer,
-    layers_with_windows,
+    number_of_layers,
     positive_number,
     window,
     windows,
 )
-from megatron_lowbit.conversion.mapping import Model, TensorTable
+from megatron_lowbit.conversion.mapping import Model, Names
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
@@ -53,7 +50,6 @@ _GPT_OSS_LAYER = {
     "self_attention.core_attention.softmax_offset": "self_attn.sinks",
     "mlp.experts.experts.*.linear_fc1.weight": "mlp.experts.*.{gate,up}_proj.weight",
     "mlp.experts.experts.*.linear_fc2.weight": "mlp.experts.*.down_proj.weight",
-    # Between weights and biases of experts, since a layer's weights are quantized together.
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.bias": "mlp.router.bias",
     "mlp.experts.experts.*.linear_fc1.bias": "mlp.experts.*.{gate,up}_proj.bias",
@@ -61,13 +57,17 @@ _GPT_OSS_LAYER = {
 }
 
 
-def layers_of(
-    model: Model, common: Mapping[str, str], dense: Mapping[str, str], experts: Mapping[str, str]
-) -> Mapping[str, str] | list[Mapping[str, str]]:
-    """Return :attr:`TensorTable.layers` of a model whose layers have experts or a dense MLP."""
-    if model["moe_layer_freq"] == 1:
-        return {**common, **experts}
-    return [{**common, **(experts if has else dense)} for has in model["moe_layer_freq"]]
+def dense_or_experts(
+    attention: Names, experts: Names
+) -> Callable[[Model], Names | Sequence[Names]]:
+    """Return :attr:`Family.layers` of models whose layers have experts or a dense MLP."""
+
+    def layers(model: Model) -> Names | list[Names]:
+        both = {**attention, **MLP}, {**attention, **experts}
+        frequency = model["moe_layer_freq"]
+        return both[1] if frequency == 1 else [both[has] for has in frequency]
+
+    return layers
 
 
 _LOCAL_COUNT = experts("num_local_experts")
@@ -85,19 +85,16 @@ MIXTRAL = replace(
         "moe_router_topk": experts_of_a_token(_LOCAL_COUNT),
         "moe_ffn_hidden_size": integer("intermediate_size"),
     },
-    tensors=lambda model: TensorTable(EMBEDDING, ATTENTION | _MIXTRAL_EXPERTS, OUTPUT),
+    layers={**ATTENTION, **_MIXTRAL_EXPERTS},
 )
 
-# Its default is transformers' newer name.
-_COUNT = experts(
-    "num_experts", lambda entries: entries.integer("num_local_experts", 0, least=0) or None
-)
+_COUNT = experts("num_experts", "num_local_experts")  # transformers' older and newer name
 _OF_A_TOKEN = experts_of_a_token(_COUNT)
 
 
 def _layers_with_experts(entries: Entries) -> int | list[int]:
     """Return 1 if all layers have experts, else 1 or 0 for each layer."""
-    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
+    layers = number_of_layers(entries)
     step, dense = entries.integer("decoder_sparse_step", 1), entries.integers("mlp_only_layers")
     if unknown := [layer for layer in dense if not 0 <= layer < layers]:
         raise UserError(f"{CONFIG}: mlp_only_layers {unknown[0]}: the model has {layers} layers")
@@ -116,11 +113,10 @@ def _is_softmax_of_all(entries: Entries) -> bool:
     return not normalized
 
 
-def _dense_layers(model: Model) -> dict[str, Any]:
-    frequency = model["moe_layer_freq"]
-    pattern = [] if frequency == 1 else frequency
+def _more_entries(model: Model) -> dict[str, Any]:
+    pattern = [] if model["moe_layer_freq"] == 1 else model["moe_layer_freq"]
     dense = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return {**LLAMA.more_entries(model), "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 QWEN3_MOE = replace(
@@ -138,44 +134,34 @@ QWEN3_MOE = replace(
         ),
         "moe_ffn_hidden_size": integer("moe_intermediate_size", 768),
     },
-    tensors=lambda model: TensorTable(
-        EMBEDDING, layers_of(model, QWEN3_ATTENTION, MLP, EXPERTS), OUTPUT
-    ),
+    layers=dense_or_experts(QWEN3_ATTENTION, EXPERTS),
     more_arguments=lambda entries: {
         **LLAMA.more_arguments(entries),
         "moe_layer_freq": _layers_with_experts(entries),
     },
-    more_entries=lambda model: {**LLAMA.more_entries(model), **_dense_layers(model)},
+    more_entries=_more_entries,
 )
 
 
+_YARN = {
+    "rotary_scaling_factor": positive_number("factor"),
+    "yarn_original_max_position_embeddings": integer("original_max_position_embeddings"),
+    "yarn_beta_fast": positive_number("beta_fast", 32.0),
+    "yarn_beta_slow": positive_number("beta_slow", 1.0),
+    "yarn_correction_range_round_to_int": Entry(
+        "truncate", lambda rope: rope.boolean("truncate", True)
+    ),
+}
+"""Arguments with their entries inside those of rotary embeddings."""
+
+
 def _yarn(entries: Entries) -> dict[str, Any]:
-    yarn = scaled_rope(entries, "yarn", {})
+    yarn = scaled_rope(rope_entries(entries), "yarn", {})
     if yarn is None:
         raise UserError(f"{CONFIG}: rope_type 'default': a gpt-oss has 'yarn'")
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
         require(yarn.number(key, 0.0) == 0, f"{CONFIG}: {key}: Megatron-LM derives it from factor")
-    return {
-        "rotary_scaling_factor": yarn.number("factor", above=0),
-        "yarn_original_max_position_embeddings": yarn.integer("original_max_position_embeddings"),
-        "yarn_beta_fast": yarn.number("beta_fast", 32.0, above=0),
-        "yarn_beta_slow": yarn.number("beta_slow", 1.0, above=0),
-        "yarn_correction_range_round_to_int": yarn.boolean("truncate", True),
-    }
-
-
-def _gpt_oss_entries(model: Model) -> dict[str, Any]:
-    check_window(model, GPT_OSS.name)
-    return {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": model["rotary_scaling_factor"],
-            "original_max_position_embeddings": model["yarn_original_max_position_embeddings"],
-            "beta_fast": model["yarn_beta_fast"],
-            "beta_slow": model["yarn_beta_slow"],
-            "truncate": model["yarn_correction_range_round_to_int"],
-        }
-    }
+    return {name: entry.read(yarn) for name, entry in _YARN.items()}
 
 
 GPT_OSS = replace(
@@ -205,9 +191,16 @@ GPT_OSS = replace(
         **MIXTRAL.entries,
         "activation_func_clamp_value": positive_number("swiglu_limit", 7.0),
         "window_size": window(128),
-        "window_attn_skip_freq": windows(layers_with_windows),
+        "window_attn_skip_freq": windows(
+            lambda entries: [layer % 2 == 0 for layer in range(number_of_layers(entries))]
+        ),
     },
-    tensors=lambda model: TensorTable(EMBEDDING, _GPT_OSS_LAYER, OUTPUT),
+    layers=_GPT_OSS_LAYER,
     more_arguments=_yarn,
-    more_entries=_gpt_oss_entries,
+    more_entries=lambda model: {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            **{entry.key: model[name] for name, entry in _YARN.items()},
+        }
+    },
 )

@@ -5,29 +5,23 @@ one for each of their outputs: gate z, input x, B, C and steps dt.
 """
 
 import reprlib
-from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.family import Entry, Family, integer, query_groups
-from megatron_lowbit.conversion.mapping import Model, TensorTable, mamba_heads
+from megatron_lowbit.conversion.mapping import mamba_heads
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
             "mamba": "M", "attention": "*"}  # fmt: skip
-"""Symbols of kinds of blocks. The last two names are those of older files."""
-_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+"""Symbols of types of blocks. The last two names are those of older files."""
+_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 _EPSILON = 1e-5
 """Epsilon of all norms: megatron-core fixes that of a Mamba block."""
 _SMALLEST_STEP = 1e-30
 """transformers raises steps to ``time_step_min``; megatron-core leaves them, and 0 has no log."""
 
-_AROUND_BLOCKS = {
-    "embedding.word_embeddings.weight": "backbone.embeddings.weight",
-    "decoder.final_norm.weight": "backbone.norm_f.weight",
-    "output_layer.weight": "lm_head.weight",
-}
 _BLOCKS = {
     "M": {
         "mixer.in_proj.layer_norm_weight": "norm.weight",
@@ -53,26 +47,17 @@ _BLOCKS = {
 }
 
 
-def _tensors(model: Model) -> TensorTable:
-    blocks = [_BLOCKS[symbol] for symbol in model["hybrid_layer_pattern"]]
-    return TensorTable(_AROUND_BLOCKS, blocks, {}, "backbone.layers")
-
-
 def _pattern(entries: Entries) -> str:
     """Return a symbol for each block, from symbols or names."""
-    kinds = entries.strings("layers_block_type") or entries.string("hybrid_override_pattern")
-    require(len(kinds) <= MOST_LAYERS, f"{CONFIG}: has more than {MOST_LAYERS} blocks")
-    symbols = [kind if kind in _KINDS else _SYMBOLS.get(kind, "") for kind in kinds]
+    blocks = entries.strings("layers_block_type") or entries.string("hybrid_override_pattern")
+    require(len(blocks) <= MOST_LAYERS, f"{CONFIG}: has more than {MOST_LAYERS} blocks")
+    symbols = [block if block in _TYPES else _SYMBOLS.get(block, "") for block in blocks]
     if "" in symbols:
         raise UserError(
-            f"{CONFIG}: a block is {reprlib.repr(kinds[symbols.index('')])}: only "
-            f"{', '.join(_KINDS.values())} are converted"
+            f"{CONFIG}: a block is {reprlib.repr(blocks[symbols.index('')])}: only "
+            f"{', '.join(_TYPES.values())} are converted"
         )
     return "".join(symbols)
-
-
-def _more_entries(model: Model) -> dict[str, Any]:
-    return {"mamba_num_heads": mamba_heads(model), "time_step_min": _SMALLEST_STEP}
 
 
 NEMOTRON_H = Family(
@@ -105,7 +90,7 @@ NEMOTRON_H = Family(
     },
     entries={
         "hybrid_layer_pattern": Entry(
-            "layers_block_type", _pattern, lambda pattern: [_KINDS[symbol] for symbol in pattern]
+            "layers_block_type", _pattern, lambda pattern: [_TYPES[symbol] for symbol in pattern]
         ),
         "hidden_size": integer("hidden_size"),
         "ffn_hidden_size": integer("intermediate_size"),
@@ -119,7 +104,16 @@ NEMOTRON_H = Family(
         "mamba_num_heads": integer("mamba_num_heads"),
         "vocab_size": integer("vocab_size"),
     },
-    tensors=_tensors,
+    outer={
+        "embedding.word_embeddings.weight": "backbone.embeddings.weight",
+        "decoder.final_norm.weight": "backbone.norm_f.weight",
+        "output_layer.weight": "lm_head.weight",
+    },
+    layers=lambda model: [_BLOCKS[symbol] for symbol in model["hybrid_layer_pattern"]],
+    prefix="backbone.layers",
     more_arguments=lambda entries: {"num_layers": len(_pattern(entries))},
-    more_entries=_more_entries,
+    more_entries=lambda model: {
+        "mamba_num_heads": mamba_heads(model),
+        "time_step_min": _SMALLEST_STEP,
+    },
 )

@@ -1,12 +1,10 @@
-"""Layouts of quantized weights that other programs read: one module each."""
+"""Layouts of quantized weights that other programs read."""
 
-from megatron_lowbit.conversion.layouts import compressed_tensors, fp8_blocks, gpt_oss, modelopt
-from megatron_lowbit.conversion.layouts.layout import Layout, ModuleFormats, Stored
+from megatron_lowbit.conversion.layouts.by_module import COMPRESSED_TENSORS, FP8_BLOCKS, MODELOPT
+from megatron_lowbit.conversion.layouts.gpt_oss import GPT_OSS
 
-_MODULES = (fp8_blocks, compressed_tensors, modelopt, gpt_oss)
-LAYOUTS = {module.LAYOUT.name: module.LAYOUT for module in _MODULES}
+_ALL = (FP8_BLOCKS, COMPRESSED_TENSORS, MODELOPT, GPT_OSS)
+LAYOUTS = {layout.name: layout for layout in _ALL}
 """Layouts by their names on the command line."""
-METHODS = {module.METHOD: module.LAYOUT for module in _MODULES}
+METHODS = {layout.method: layout for layout in _ALL}
 """Layouts by config.json's ``quant_method``."""
-
-__all__ = ["LAYOUTS", "METHODS", "Layout", "ModuleFormats", "Stored"]

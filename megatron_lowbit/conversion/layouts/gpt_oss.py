@@ -13,7 +13,8 @@ Source: openai/gpt-oss; transformers' GptOssExperts and its reader of MXFP4.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -31,28 +32,23 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.numerics import QuantizedTensor
 
-METHOD = "mxfp4"
-_PAIR, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-_OUTPUTS = {"gate_proj": (_PAIR, slice(0, None, 2)), "up_proj": (_PAIR, slice(1, None, 2)),
-            "down_proj": (_DOWN, slice(None))}  # fmt: skip
-"""Stored tensor of a linear layer of each expert, and its outputs there."""
-_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": tuple(_OUTPUTS)}
-"""Names of gate, up and down by the name of a layer of experts."""
-_EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.\d+\.(\w+)(?:\.(weight|bias))?")
-_BIAS = "_bias"
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Stored tensors, and the linear layers of each expert whose outputs alternate in them."""
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_STACK_OF = {
+    name: stack
+    for stack, roles in _STACKS.items()
+    for role in roles
+    for name in (role, _MIXTRAL[role])
+}
+_ENDINGS = {"weight": "", "bias": "_bias", "weight_blocks": "_blocks", "weight_scales": "_scales"}
+"""Ends of the names of stored tensors, by those of one expert's."""
+_EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.\d+\.(\w+)(?:\.(\w+))?")
 _MODEL_TYPES = ("gpt_oss",)
-_MOST = 2**10
+_MOST_EXPERTS = 2**10
 """The most experts of a layer."""
 _BYTES = 16
 """Bytes of a block of 32 codes."""
-
-
-def _number_of_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts of a layer that a config.json has, by whatever name."""
-    entries, experts = Entries(config, "config.json"), 0
-    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
-        experts = entries.integer(key, experts, 0, _MOST)
-    return experts
 
 
 def stored_experts(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Stored]:
@@ -60,25 +56,48 @@ def stored_experts(names: Iterable[str], config: Mapping[str, Any]) -> dict[str,
     if config.get("model_type") not in _MODEL_TYPES:
         return {}
     names = list(names)
-    return {
-        f"{layer}mlp.experts.{number}.{role}.{kind}": _one_of(
-            layer + stored + ending, number, outputs
-        )
-        for role, (stored, outputs) in _OUTPUTS.items()
-        for kind, ending in (("weight", ""), ("bias", _BIAS))
-        for layer in modules_with(names, stored + ending)
-        for number in range(_number_of_experts(config))
-    }
+    weights = _stored(names, config, "weight", ("",), None, _decode_plain)
+    return weights | _stored(names, config, "bias", ("_bias",), None, _decode_plain)
 
 
-def _one_of(name: str, number: int, outputs: slice) -> Stored:
-    """Describe outputs of one expert in a weight (in, out) or a bias (out)."""
+def _stored(
+    names: Sequence[str],
+    config: Mapping[str, Any],
+    key: str,
+    endings: Sequence[str],
+    dtype: torch.dtype | None,
+    decode: Callable[..., Tensor],
+) -> dict[str, Stored]:
+    """Describe ``key`` of each expert in the tensors with these endings.
 
-    def decode(expert: Tensor) -> Tensor:
-        chosen = expert[..., outputs]
-        return chosen.t() if chosen.ndim == 2 else chosen
+    ``decode`` gets a slice of outputs, and the entry of one expert in each tensor.
+    """
+    entries, experts, stored = Entries(config, "config.json"), 0, {}
+    for count in ("n_routed_experts", "num_experts", "num_local_experts"):
+        experts = entries.integer(count, experts, 0, _MOST_EXPERTS)
+    is_mixtral = config.get("model_type") == "mixtral"
+    block = "block_sparse_moe" if is_mixtral else "mlp"
+    for stack, roles in _STACKS.items():
+        for layer in modules_with(names, f"mlp.experts.{stack}{endings[0]}"):
+            parts = tuple(f"{layer}mlp.experts.{stack}{ending}" for ending in endings)
+            for first, role in enumerate(roles):
+                expert = f"{_MIXTRAL[role] if is_mixtral else role}.{key}"
+                decode_role = bind(decode, slice(first, None, len(roles)))
+                for number in range(experts):
+                    name = f"{layer}{block}.experts.{number}.{expert}"
+                    stored[name] = Stored(parts, dtype, decode_role, number)
+    return stored
 
-    return Stored((name,), None, decode, number)
+
+def _decode_plain(outputs: slice, expert: Tensor) -> Tensor:
+    """Return outputs of a weight (in, out), as (out, in), or of a bias (out)."""
+    chosen = expert[..., outputs]
+    return chosen.t() if chosen.ndim == 2 else chosen
+
+
+def _decode_mxfp4(outputs: slice, blocks: Tensor, scales: Tensor) -> Tensor:
+    """Decode outputs of blocks (out, in/32, 16) and scales (out, in/32)."""
+    return decode_blocks("mxfp4", blocks[outputs].flatten(1).contiguous(), scales[outputs])
 
 
 def check_experts(quantized: Iterable[str], config: Mapping[str, Any], layout: str) -> None:
@@ -101,103 +120,81 @@ def check_experts(quantized: Iterable[str], config: Mapping[str, Any], layout: s
 def stack_experts(
     contents: Sequence[LazyTensors], config: Mapping[str, Any]
 ) -> Sequence[LazyTensors]:
-    """Return a model's tensors with each layer's experts in those that Hugging Face stores."""
-    if config.get("model_type") not in _MODEL_TYPES:
-        return contents
+    """Return a model's tensors with each layer's experts in those that Hugging Face stores.
+
+    These are all experts of a gpt-oss, and those in MXFP4 of other models.
+    """
+    is_gpt_oss = config.get("model_type") in _MODEL_TYPES
     groups: dict[str, list[LazyTensors]] = {}
     for content in contents:
         name = next(iter(content.outline))
-        groups.setdefault(_stored_name(name), []).append(content)
+        expert = _EXPERT.fullmatch(name)
+        if expert and (expert[4] == "weight_blocks" or (is_gpt_oss and expert[4] in _ENDINGS)):
+            name = _stack_name(expert)
+        groups.setdefault(name, []).append(content)
     return [
-        members[0] if name in members[0].outline else _stacked(name, members)
+        members[0] if name in members[0].outline else _stacked(members)
         for name, members in groups.items()
     ]
 
 
-def _stored_name(name: str) -> str:
-    """Return the tensor that has one of an expert's in it; other tensors are stored as they are."""
-    match = _EXPERT.fullmatch(name)
-    if match is None or match[4] is None:
-        return name
-    layer, _, role, kind = match.groups()
-    return layer + _OUTPUTS[role][0] + (_BIAS if kind == "bias" else "")
+def _stack_name(expert: re.Match[str]) -> str:
+    """Return the tensor in which a tensor of one expert is stored."""
+    layer, _, role, key = expert.groups()
+    return f"{layer}mlp.experts.{_STACK_OF[role]}{_ENDINGS[key]}"
 
 
-def _stacked(name: str, experts: Sequence[LazyTensors]) -> LazyTensors:
-    """Return the tensor ``name`` of a layer's experts, in their order."""
+def _stacked(experts: Sequence[LazyTensors]) -> LazyTensors:
+    """Return the tensors of a layer's experts, in their order."""
 
     def stack(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        by_role: dict[str, list[Tensor]] = {}
+        by_name: dict[str, dict[str, list[Tensor]]] = {}
         for part in parts:
-            for expert, tensor in part.items():
-                by_role.setdefault(_EXPERT.fullmatch(expert)[3], []).append(tensor)
-        stacked = [torch.stack(by_role[role]) for role in _OUTPUTS if role in by_role]
-        whole = torch.stack(stacked, dim=2).flatten(1, 2)
-        return {name: whole.transpose(1, 2) if whole.ndim == 3 else whole}
+            for name, tensor in part.items():
+                expert = _EXPERT.fullmatch(name)
+                assert expert is not None
+                roles = by_name.setdefault(_stack_name(expert), {})
+                roles.setdefault(expert[3], []).append(tensor)
+        stacked = {}
+        for name, roles in by_name.items():
+            columns = [torch.stack(roles[role]) for role in _STACK_OF if role in roles]
+            joined = torch.stack(columns, dim=2).flatten(1, 2)
+            is_weight = name.endswith(tuple(_STACKS))
+            stacked[name] = joined.transpose(1, 2) if is_weight else joined
+        return stacked
 
     outline = stack(expert.outline for expert in experts)
     return LazyTensors(outline, lambda: stack(expert.make() for expert in experts))
 
 
-def _encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
-    """Return a layer's tensors in MXFP4, of all its experts' gate, up and down."""
-    by_role: list[list[QuantizedTensor]] = [[], [], []]
-    for name, weight in weights.items():
-        _, family, role, _ = _EXPERT.match(name).groups()
-        by_role[_NAMES[family].index(role)].append(weight)
-    layer = _layer(next(iter(weights)))
-    tensors = {}
-    for key, ending in (("codes", "_blocks"), ("scales", "_scales")):
-        gate, up, down = (
-            torch.stack([getattr(expert, key) for expert in experts]) for experts in by_role
-        )
-        for name, tensor in ((_PAIR, torch.stack([gate, up], dim=2).flatten(1, 2)), (_DOWN, down)):
-            shaped = tensor.unflatten(-1, (-1, _BYTES)) if key == "codes" else tensor
-            tensors[layer + name + ending] = shaped
-    return tensors
-
-
-def _layer(name: str) -> str:
-    """Return the part of a weight's name before the experts."""
-    return _EXPERT.match(name)[1]
+def _encode(weight: QuantizedTensor) -> dict[str, Tensor]:
+    blocks = weight.codes.unflatten(-1, (-1, _BYTES))
+    return {"weight_blocks": blocks, "weight_scales": weight.scales}
 
 
 def _config(modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
+    quantized_layers = set()
     for module in modules:
-        if not _EXPERT.match(module):
+        expert = _EXPERT.match(module)
+        if not expert:
             raise UserError(
                 f"--quantized gpt-oss holds experts alone, but the recipe quantizes {module}: "
                 "leave other layers in high precision by a matcher"
             )
-    whole = {_layer(module) for module in modules}
+        quantized_layers.add(expert[1])
     for module in unquantized:
         expert = _EXPERT.match(module)
-        if expert and expert[1] in whole:
+        if expert and expert[1] in quantized_layers:
             raise UserError(
                 f"--quantized gpt-oss holds all experts of a layer or none, but the recipe keeps "
                 f"{module} in high precision"
             )
-    return {"quant_method": METHOD, "modules_to_not_convert": list(unquantized)}
+    return {"quant_method": GPT_OSS.method, "modules_to_not_convert": list(unquantized)}
 
 
-def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
-    family = "block_sparse_moe" if config.get("model_type") == "mixtral" else "mlp"
-    return {
-        f"{layer}{family}.experts.{number}.{role}.weight": _expert(layer + name, number, rows)
-        for layer in modules_with(names, f"{_PAIR}_blocks")
-        for number in range(_number_of_experts(config))
-        for role, (name, rows) in zip(_NAMES[family], _OUTPUTS.values(), strict=True)
-    }
+def _stored_mxfp4(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
+    endings = ("_blocks", "_scales")
+    return _stored([*names], config, "weight", endings, torch.uint8, _decode_mxfp4)
 
 
-def _expert(name: str, number: int, rows: slice) -> Stored:
-    """Describe rows of one expert in blocks (rows, K/32, 16) and scales (rows, K/32)."""
-
-    def decode(blocks: Tensor, scales: Tensor) -> Tensor:
-        return decode_blocks("mxfp4", blocks[rows].flatten(1).contiguous(), scales[rows])
-
-    return Stored((f"{name}_blocks", f"{name}_scales"), torch.uint8, decode, number)
-
-
-_FORMATS = ("mxfp4", "mxfp4-2d")
-LAYOUT = Layout("gpt-oss", _FORMATS, _encode, _config, _stored, lambda names: _layer(names[0]))
+GPT_OSS = Layout("gpt-oss", "mxfp4", ("mxfp4", "mxfp4-2d"), _encode, _config, _stored_mxfp4)

@@ -6,10 +6,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics import FORMATS, QuantizedTensor
+from megatron_lowbit.conversion.mapping import Rule
+from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quantizer
 from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.recipes import Layer
 
+PLACE = "config.json: quantization_config"
 _NO_SCALE = torch.ones(())
+
+
+class Weight(NamedTuple):
+    """Weight (R, K) of a linear layer that is quantized, and the rule of its tensors.
+
+    Attributes:
+        amax: of training's last steps, for the tensor scale; None for the weight's own.
+        input: format of the layer's input where it is served; None for high precision.
+        input_scale: its tensor scale of training's last steps, FP32 scalar.
+    """
+
+    layer: Layer
+    quantizer: Quantizer
+    rule: Rule
+    amax: DelayedAmax | None
+    input: BlockFormat | None
+    input_scale: Tensor | None
+
+    @property
+    def format(self) -> BlockFormat:
+        """Format of its blocks."""
+        return self.quantizer.format
+
+
+Modules = Mapping[str, Weight]
+"""Quantized weights by the names of Hugging Face's modules that they are in."""
 
 
 class Stored(NamedTuple):
@@ -26,64 +55,34 @@ class Stored(NamedTuple):
     entry: int | None = None
 
 
-class ModuleFormats(NamedTuple):
-    """Formats of a quantized module.
-
-    ``input`` is that of its input where the module is served, None for high precision. One with a
-    tensor scale has that scale from training's last steps.
-    """
-
-    weight: BlockFormat
-    input: BlockFormat | None = None
-
-
-Modules = Mapping[str, ModuleFormats]
-"""Quantized modules by name."""
-
-
 class Layout(NamedTuple):
     """Format of files with quantized weights.
 
     Attributes:
         name: the layout's name on the command line.
+        method: its ``quant_method`` in config.json.
         formats: names of the number formats that it holds.
-        encode: function from weights by name, of one or more linear layers that are stored
-            together, to tensors by name. A weight is a matrix (R, K) in blocks of one row, with a
-            row of scales for each of its rows; its tensors may be on the ``meta`` device.
-        config: function from the quantized modules and the names of the unquantized
-            linear modules to config.json's ``quantization_config``. Raises UserError where these do
-            not fit.
+        encode: function from a weight to its tensors, by the ends of their names. A weight is a
+            matrix (R, K) in blocks of one row, with a row of scales for each of its rows; its
+            tensors may be on the ``meta`` device.
+        config: function from the quantized modules and the names of the unquantized linear modules
+            to config.json's ``quantization_config``. Raises UserError where these do not fit.
         stored: function from the names of a folder's tensors and its config.json (with
             ``quantization_config``) to the stored form of each quantized weight. Raises UserError
             for a kind that is not read.
-        group_of: function from the names of one linear layer's weights to a key that all weights
-            stored together have in common.
-        documents: function from the arguments of ``config`` to further JSON files by name.
+        documents: function from ``quantization_config`` to further JSON files by name.
         input_scale: name of the tensor that holds a module's tensor scale of inputs, and a function
             from that scale (FP32 scalar) to the tensor; None if the layout has none.
     """
 
     name: str
-    formats: tuple[str, ...]
-    encode: Callable[[Mapping[str, QuantizedTensor]], dict[str, Tensor]]
+    method: str
+    formats: Sequence[str]
+    encode: Callable[[QuantizedTensor], dict[str, Tensor]]
     config: Callable[[Modules, Sequence[str]], dict[str, Any]]
     stored: Callable[[Iterable[str], dict[str, Any]], dict[str, Stored]]
-    group_of: Callable[[tuple[str, ...]], object] = lambda names: names
-    documents: Callable[[Modules, Sequence[str]], dict[str, dict]] = lambda modules, unquantized: {}
+    documents: Callable[[dict[str, Any]], dict[str, dict[str, Any]]] = lambda config: {}
     input_scale: tuple[str, Callable[[Tensor], Tensor]] | None = None
-
-
-def one_by_one(tensors: Callable[[QuantizedTensor], dict[str, Tensor]]) -> Callable:
-    """Return a :attr:`Layout.encode` that stores each module's weight by itself."""
-
-    def encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
-        return {
-            name.removesuffix("weight") + key: tensor
-            for name, weight in weights.items()
-            for key, tensor in tensors(weight).items()
-        }
-
-    return encode
 
 
 def modules_with(names: Iterable[str], ending: str) -> list[str]:
@@ -109,13 +108,3 @@ def decode_blocks(
     shape = (codes.shape[0], codes.shape[1] * (2 if known.element.bits == 4 else 1))
     scale = tensor_scale.float().view(())
     return QuantizedTensor(codes, scales, scale, known, shape).dequantize()
-
-
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return the number whose rounded FP32 reciprocal is ``scale``."""
-    rounded = 1.0 / scale
-    result = rounded
-    for limit in (-torch.inf, torch.inf):
-        neighbour = rounded.nextafter(torch.full_like(rounded, limit))
-        result = torch.where(1.0 / neighbour == scale, neighbour, result)
-    return torch.where(1.0 / rounded == scale, rounded, result)
