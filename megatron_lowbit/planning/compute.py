@@ -207,13 +207,8 @@ def _quantization(
     """Return the seconds of quantizing in forward, in backward, and of a cached weight per step.
 
     A source is quantized for both its GEMMs at once. Backward turns the codes that forward kept of
-    the input into what wgrad takes; each pass does so with those of a cached weight.
-
-    Args:
-        precision: precision of the linear layer.
-        sizes: elements of input, gradient and weight.
-        names: names of its GEMMs.
-        device: the GPU.
+    the input into what wgrad takes; each pass does so with those of a cached weight. ``sizes``:
+    elements of each source.
     """
     delayed = precision.history_length > 0
 

@@ -94,14 +94,10 @@ class Estimate(NamedTuple):
 def estimate(
     layout: Layout, args: Namespace, stages: list[Counter[Part]], vocabulary: int, device: Device
 ) -> Estimate:
-    """Estimate the figures of a layout.
+    """Estimate the figures of a layout, in which training has these arguments.
 
-    Args:
-        layout: the layout.
-        args: training's arguments in that layout.
-        stages: parts of each pipeline stage, where equal stages are the same object.
-        vocabulary: the tokenizer's size, without padding.
-        device: the GPU, what runs on it, and its links.
+    ``stages``: parts of each pipeline stage, where equal stages are the same object.
+    ``vocabulary`` is without padding.
     """
     padded = padded_vocabulary(args, vocabulary, layout.tensor)
     alike: dict[tuple[int, ...], tuple[Parameters, Passes]] = {}
@@ -229,7 +225,11 @@ def _launches(
         if args.moe_grouped_gemm and part.kind == "experts":
             times = 1
             linears += experts * len(part.linears) * gpu["host_us.expert"]
-        there, back = _collectives(args, part)
+        there = back = 1 if args.tensor_model_parallel_size > 1 else 0
+        if there and args.sequence_parallel:
+            # Codes and scales travel apart.
+            there = 3 if part.first.precision.quantized else 2
+            back = there + 1
         for_each = gpu["host_us.collective"]
         forward += number * (times * (gpu["host_us.forward"] + linears) + there * for_each)
         backward += number * (times * (gpu["host_us.backward"] + linears) + back * for_each)
@@ -247,17 +247,6 @@ def _quantized_us(linear: Linear, gpu: GPU) -> float:
     return gpu["host_us.quantized"] + scaled * gpu["host_us.tensor_scaled"]
 
 
-def _collectives(args: Namespace, part: Part) -> tuple[int, int]:
-    """Return the number of collectives of a part's tensor parallelism, forward and backward."""
-    if args.tensor_model_parallel_size == 1:
-        return 0, 0
-    if not args.sequence_parallel:
-        return 1, 1
-    # Codes and scales travel apart.
-    inputs = 2 if part.first.precision.quantized else 1
-    return inputs + 1, inputs + 2
-
-
 def repeated(phases: list[tuple[float, float]], times: int) -> list[tuple[float, float]]:
     """Return few phases for which :func:`waiting` is the same as for ``times * phases``.
 
@@ -273,9 +262,8 @@ def repeated(phases: list[tuple[float, float]], times: int) -> list[tuple[float,
 def waiting(phases: Iterable[tuple[float, float]]) -> float:
     """Return seconds that a GPU is idle until the CPU has launched what comes next.
 
-    Args:
-        phases: what each takes the CPU and the GPU, in order. The GPU ends a phase when it has done
-            the work, and not before the last of it was launched; the CPU runs ahead.
+    ``phases``: what each takes the CPU and the GPU, in order. The GPU ends a phase when it has done
+    the work, and not before the last of it was launched; the CPU runs ahead.
     """
     launched = done = busy = 0.0
     for cpu, gpu in phases:

@@ -19,13 +19,11 @@ _EXPANSION = 2
 """Inner over hidden size of megatron-core's mixer, where the number of heads is not given."""
 BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 """Blocks of a hybrid that the planner models, by their symbols in ``--hybrid-layer-pattern``."""
+_EXPERT = "mlp.experts.local_experts.0"
 _PATHS = {
     "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
-    "experts": (
-        "mlp.experts.local_experts.0.linear_fc1",
-        "mlp.experts.local_experts.0.linear_fc2",
-    ),
+    "experts": (f"{_EXPERT}.linear_fc1", f"{_EXPERT}.linear_fc2"),
     "mamba": ("mixer.in_proj", "mixer.out_proj"),
 }
 
@@ -90,13 +88,8 @@ def stages(
 ) -> list[Counter[Part]]:
     """Count the parts of each kind that the ranks of each pipeline stage have.
 
-    Equal stages are the same object.
-
-    Args:
-        args: training's arguments.
-        recipe: precision of the linear layers.
-        pipeline: number of stages.
-        chunks: layers of each model chunk (default: one chunk for each stage, all equal).
+    Equal stages are the same object. ``chunks``: layers of each model chunk (default: one chunk for
+    each stage, all equal).
     """
     chunks = chunks or [args.num_layers // pipeline] * pipeline
     stage_of = [chunk % pipeline for chunk, size in enumerate(chunks) for _ in range(size)]
@@ -226,7 +219,11 @@ def parameters(
         tied_here = first and not args.untie_embeddings_and_output_weights
         total += norm + (0 if tied_here else table)
     for part, count in parts.items():
-        each = _linear_parameters(args, part) * part.experts
+        # A mixer's linear layers never have biases.
+        biased = args.add_bias_linear and part.kind != "mamba"
+        biased_qkv = biased or (part.kind == "attention" and args.add_qkv_bias)
+        each = part.first.weights + part.first.outputs * biased_qkv
+        each = part.experts * (each + part.second.weights + part.second.outputs * biased)
         if part.kind == "experts":
             experts += count * each
             each += args.num_experts * (args.hidden_size + args.add_bias_linear)
@@ -242,12 +239,3 @@ def parameters(
             each += sizes.convolved * (CONVOLUTION + 1) + 3 * sizes.heads + sizes.inner
         total += count * (norm + each)
     return Parameters(total, experts)
-
-
-def _linear_parameters(args: Namespace, part: Part) -> int:
-    """Count weights and biases; a mixer's linear layers never have these."""
-    biased = args.add_bias_linear and part.kind != "mamba"
-    biases = (part.first.outputs + part.second.outputs) * biased
-    if part.kind == "attention" and args.add_qkv_bias and not biased:
-        biases = part.first.outputs
-    return part.first.weights + part.second.weights + biases

@@ -1,6 +1,5 @@
 """The printed plan: tables of GEMMs, layouts, memory and time, and the command that starts it."""
 
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,20 +21,15 @@ _DAY = 86400
 _DATA = (
     "data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data",
 )  # fmt: skip
-"""Attributes of which training needs one."""
+"""Arguments of which training needs one; mock data lets a run without data start."""
 _ASSUMED = "h200"
 
 
 def report(runs: Sequence[Plan], top: int, figures: bool) -> Iterator[str | Table]:
     """Yield the plan of a run under one recipe, or the fastest layout under each of several.
 
-    Args:
-        runs: plans of the same run, one for each recipe.
-        top: number of layouts to show.
-        figures: show the GPU's figures and their sources.
-
-    Raises:
-        UserError: no layout fits, under any of the recipes.
+    ``top``: number of layouts to show. ``figures``: show those of the GPU and their sources. Raises
+    UserError where no layout fits, under any of the recipes.
     """
     if not any(run.ranked for run in runs):
         raise UserError(_too_large(runs))
@@ -66,10 +60,7 @@ def advice(runs: Sequence[Plan]) -> Iterator[str]:
 def describe_plan(training: Sequence[str], gpus: int, kind: str, why: str) -> Iterator[str | Table]:
     """Yield tables of the memory and time of a run, or the reason why there are none.
 
-    Args:
-        training: arguments of the run, as given.
-        gpus: all of them.
-        kind, why: as :func:`planned_gpu` returns them.
+    ``training``: arguments as given. ``kind`` and ``why``: as :func:`planned_gpu` returns them.
     """
     try:
         run = plan_run(training, kind, gpus, as_given=True)
@@ -85,11 +76,7 @@ def describe_plan(training: Sequence[str], gpus: int, kind: str, why: str) -> It
 def planned_gpu(kind: str | None) -> tuple[str, str]:
     """Return the kind of GPU to plan for, and why: it is given, this machine's, or assumed.
 
-    Args:
-        kind: as ``--gpu`` names it; None if it is not given.
-
-    Raises:
-        UserError: there are no figures of that kind.
+    Raises UserError for a kind without figures.
     """
     if kind is not None:
         gpu(kind)
@@ -297,7 +284,9 @@ def _too_large(runs: Sequence[Plan]) -> str:
 def _command(run: Plan) -> Iterator[str]:
     """Yield arguments that nobody gave and the run needs, and the command that starts it."""
     training, gpus = run.training, run.gpus
-    added = [*training.added, *_data(training.flags)]
+    added, flags = list(training.added), training.flags
+    added += [] if any(getattr(flags, name) for name in _DATA) else ["--mock-data"]
+    added += [] if flags.tokenizer_model else ["--tokenizer-type", "NullTokenizer"]
     if added:
         yield f"added because the run needs them: {' '.join(added)}"
     more = [*run.arguments(run.best), *added]
@@ -319,11 +308,3 @@ def _command(run: Plan) -> Iterator[str]:
             start.append(f"--nnodes {gpus // processes} {rendezvous}")
         start.append(f"--nproc-per-node {processes} --no-python")
     yield " ".join([*start, "lowbit-pretrain", shell_line(words)])
-
-
-def _data(flags: Namespace) -> list[str]:
-    """Return arguments that let a run without data start: mock data and its tokenizer."""
-    words = [] if any(getattr(flags, name) for name in _DATA) else ["--mock-data"]
-    if flags.tokenizer_model is None:
-        words += ["--tokenizer-type", "NullTokenizer"]
-    return words

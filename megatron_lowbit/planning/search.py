@@ -90,19 +90,11 @@ def plan_run(
     words: Sequence[str], kind: str, gpus: int, gpus_per_node: int = 8, as_given: bool = False,
     scan: str = SCANS[0], tokens: float | None = None,
 ) -> Plan:  # fmt: skip
-    """Estimate the layouts of a run under the recipe of its arguments.
+    """Estimate the layouts of a run under the recipe of its arguments ``words``.
 
-    Args:
-        words: arguments of the run.
-        kind: kind of the GPUs, as :func:`gpu` names it.
-        gpus: all of them.
-        gpus_per_node: those of a host.
-        as_given: only the layout that the arguments ask for.
-        scan: one of ``SCANS``.
-        tokens: tokens of the whole run (default: those of the arguments).
-
-    Raises:
-        UserError: an argument is wrong.
+    ``kind``: a name of :func:`gpu`. ``as_given``: only the layout that the arguments ask for.
+    ``tokens``: those of the whole run (default: those of the arguments). Raises UserError for an
+    argument that is wrong.
     """
     figures, training = gpu(kind), TrainingArguments(words)
     if as_given:

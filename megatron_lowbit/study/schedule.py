@@ -17,11 +17,9 @@ class Pace(NamedTuple):
     iterations: int
 
     def seconds(self, at_once: int, start_up: float) -> float:
-        """Return the seconds of a run among others: while it waits for the CPU, they use the GPU.
+        """Return the seconds of a run, with ``start_up`` until the first iteration.
 
-        Args:
-            at_once: runs on the GPU together, alike.
-            start_up: seconds until the first iteration.
+        Of as many runs ``at_once`` on the GPU the others use it while one waits for the CPU.
         """
         return start_up + self.iterations * max(self.step, at_once * self.busy)
 
@@ -79,8 +77,7 @@ def described(
     Args:
         jobs: of the whole study.
         gpu: as ``lowbit-plan --gpu``.
-        places: runs at once on all GPUs together.
-        at_once: runs at once on each.
+        places: runs at once on all GPUs together, ``at_once`` on each.
         minutes: length of a command.
         start_up: seconds until a run's first iteration.
     """
