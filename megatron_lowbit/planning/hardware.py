@@ -55,16 +55,15 @@ def gpu(kind: str) -> GPU:
     if kind not in _table():
         raise UserError(f"--gpu {kind}: not in the table, use {', '.join(_table())}")
     row = _table()[kind]
-    figures, capability = {}, row.get("capability")
+    figures: dict[str, Figure] = {}
     if "like" in row:
-        like = gpu(row["like"])
-        capability = capability or like.capability
         figures = {
             key: Figure(figure.value, f"{figure.source} ({row['like']})")
-            for key, figure in like.figures.items()
+            for key, figure in gpu(row["like"]).figures.items()
             # Tensor cores of another generation multiply other formats.
             if not (key.startswith("gemm.") and "gemm" in row)
         }
+    capability = row.get("capability") or gpu(row["like"]).capability
     return GPU(row["name"], tuple(capability), figures | dict(_figures(row)))
 
 
