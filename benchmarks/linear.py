@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, Quantizer
-from megatron_lowbit.planning.routing import gemm_name
+from megatron_lowbit.planning.device import gemm_name
 from megatron_lowbit.recipes import OPERANDS, Layer, LinearPrecision, load_recipe
 
 

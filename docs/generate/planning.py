@@ -15,12 +15,10 @@ import yaml
 from render import RESULTS, ROOT, parser, replace_sections, table
 from results import KINDS, OWN_FP8, read_steps
 
-from megatron_lowbit.planning.communication import Cluster
-from megatron_lowbit.planning.compute import Device
+from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.layouts import Candidate, candidate_of, candidates
-from megatron_lowbit.planning.memory import usable_bytes
+from megatron_lowbit.planning.layouts import Candidate, candidates, layout_of
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
@@ -40,20 +38,17 @@ def planned(
     """Return the planner's figures of training's arguments as they are."""
     args = TrainingArguments(_here(words)).parse(gpus)
     device = Device(gpu(kind), args.transformer_impl == "transformer_engine", scan, accumulate)
-    found = _plans([candidate_of(args, gpus)], vocabulary, device, min(max(gpus, 2), GPUS_PER_NODE))
-    return found[0]
+    return _plans([(layout_of(args, gpus), args)], vocabulary, device)[0]
 
 
 def _here(words: Sequence[str]) -> list[str]:
     return [word.replace("@examples", f"@{ROOT}/examples") for word in words]
 
 
-def _plans(
-    tried: list[Candidate], vocabulary: int, device: Device, per_node: int
-) -> list[Estimate]:
-    args = tried[0].args
+def _plans(tried: list[Candidate], vocabulary: int, device: Device) -> list[Estimate]:
+    _, args = tried[0]
     recipes = load_recipes(args.precision_recipe, args.recipe_set)
-    return plan(tried, recipes, vocabulary, device, Cluster(device.gpu, per_node))
+    return plan(tried, recipes, vocabulary, device)
 
 
 def kind_of(name: str) -> str:
@@ -181,16 +176,14 @@ def calculated(preset: str) -> str:
     """Return the fastest layout of a preset on each of its clusters."""
     declared, lines = CLUSTERS[preset], []
     for number, kind, recipe in map(str.split, declared["plans"]):
-        gpus, device = int(number), Device(gpu(kind), True, "mamba-ssm")
+        gpus, device = int(number), Device(gpu(kind))
         words = [f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe]
         words += declared.get("arguments", "").split()
-        every = candidates(TrainingArguments(words), gpus, GPUS_PER_NODE)
-        tried = [one for one in every if not isinstance(one, str)]
-        args, found = tried[0].args, _plans(tried, declared["vocabulary"], device, GPUS_PER_NODE)
-        usable = usable_bytes(device)
-        fitting = [one for one in found if one.most_memory <= usable]
+        tried, _ = candidates(TrainingArguments(words), gpus, GPUS_PER_NODE)
+        found = _plans(tried, declared["vocabulary"], device)
+        fitting = [one for one in found if one.most_memory <= device.usable_bytes]
         best = max(fitting, key=lambda one: one.tokens_per_second)
-        run = args.train_iters * args.global_batch_size * args.seq_length
+        run = best.args.train_iters * best.args.global_batch_size * best.args.seq_length
         layout = best.layout
         ranks = f"{layout.tensor} x {layout.pipeline} x {layout.data}"
         lines.append([

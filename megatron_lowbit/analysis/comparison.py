@@ -1,17 +1,17 @@
 """Runs against a baseline: final losses, gaps with their noise, spikes, speed."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
+from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, recent_means
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import require
 
 FINAL_SHARE = 1 / 20
 """Share of a run's iterations, the last, that the final loss is the mean of."""
@@ -52,15 +52,14 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
     ``seeds`` are those of all runs, where they are known. Raises UserError for a file that cannot
     be read.
     """
-    found: dict[str, Contender] = {}
+    contenders: dict[str, Contender] = {}
     for number, (name, path) in enumerate(runs):
-        file = path / "metrics.jsonl" if path.is_dir() else path
-        _, curves, own = found.get(name, Contender(name, ()))
-        more = tuple(seeds[number : number + 1])
-        found[name] = Contender(name, (*curves, read_losses(file)), own + more)
-    if not found:
-        raise UserError("give at least one run")
-    return list(found.values())
+        _, curves, known = contenders.get(name, Contender(name, ()))
+        curve = read_losses(path / "metrics.jsonl" if path.is_dir() else path)
+        seed = seeds[number : number + 1]
+        contenders[name] = Contender(name, (*curves, curve), (*known, *seed))
+    require(bool(contenders), "give at least one run")
+    return list(contenders.values())
 
 
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
@@ -93,19 +92,29 @@ def spikes(curve: LossCurve) -> float:
     """Return the spike score of a run; NaN where its file has no loss for every step.
 
     The score is a sum over steps: a curve of every tenth step would give about a tenth of it. A
-    step without a loss here and there, a skipped update's, is left out.
+    step without a loss here and there, a skipped update's, is ignored.
     """
     steps = np.diff(curve.iterations)
-    if not len(steps) or np.median(steps) != 1:
-        return math.nan
-    return spike_score(curve.losses)
+    is_whole = len(steps) > 0 and np.median(steps) == 1
+    return spike_score(curve.losses) if is_whole else math.nan
 
 
 def compare(contenders: Sequence[Contender]) -> list[Row]:
     """Compute a row for each; the first is the baseline. Gaps and errors are those of ``gaps``."""
     losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
-    found = zip(contenders, losses, gaps(losses, _seeds(contenders)), strict=True)
-    return [_row(contender, own, *gap) for contender, own, gap in found]
+    rows = []
+    for contender, finals, (gap, error) in zip(
+        contenders, losses, gaps(losses, _seeds(contenders)), strict=True
+    ):
+        perplexities = [perplexity(curve) for curve in contender.curves]
+        scores = [spikes(curve) for curve in contender.curves]
+        speeds = np.concatenate([curve.speeds for curve in contender.curves])
+        speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan
+        rows.append(Row(
+            contender.name, len(finals), fmean(finals), _spread(finals), float(gap), float(error),
+            fmean(perplexities), _spread(perplexities), fmean(scores), speed,
+        ))  # fmt: skip
+    return rows
 
 
 def far_behind(rows: Sequence[Row], errors: float) -> set[str]:
@@ -140,68 +149,48 @@ def gaps(
         values: of each name; the first axis is that of seeds, others, such as steps, are kept.
         seeds: of each name's values; None: names with as many values have the same seeds.
     """
-    arrays = [np.asarray(own) for own in values]
-    if seeds is None:
-        count = len(arrays[0])  # -1: a seed that the first lacks
-        seeds = [range(count) if len(own) == count else [-1] * len(own) for own in arrays]
-    places = {seed: place for place, seed in enumerate(seeds[0])}
+    arrays = [np.asarray(of_name) for of_name in values]
     baseline, mean = arrays[0], np.mean(arrays[0], axis=0)
+    if seeds is None:
+        count = len(baseline)  # -1: a seed that the first lacks
+        seeds = [range(count) if len(array) == count else [-1] * len(array) for array in arrays]
+    index = {seed: number for number, seed in enumerate(seeds[0])}
     paired = [
-        own / baseline[[places[seed] for seed in drawn]] if set(drawn) <= places.keys() else None
-        for own, drawn in zip(arrays[1:], seeds[1:], strict=True)
+        array / baseline[[index[seed] for seed in drawn]] if set(drawn) <= index.keys() else None
+        for array, drawn in zip(arrays[1:], seeds[1:], strict=True)
     ]
-    noise = _pooled_deviation([own / mean for own in arrays])
+    noise = _pooled_deviation([array / mean for array in arrays])
     paired_noise = _pooled_deviation([ratios for ratios in paired if ratios is not None])
-    found = [(np.zeros_like(mean), np.zeros_like(mean))]
-    for own, ratios in zip(arrays[1:], paired, strict=True):
+    pairs = [(np.zeros_like(mean), np.zeros_like(mean))]
+    for array, ratios in zip(arrays[1:], paired, strict=True):
         if ratios is None:
-            gap = own.mean(axis=0) / mean - 1
-            error = noise * math.sqrt(1 / len(own) + 1 / len(baseline))
+            gap = array.mean(axis=0) / mean - 1
+            error = noise * math.sqrt(1 / len(array) + 1 / len(baseline))
         else:
             gap = ratios.mean(axis=0) - 1
             error = paired_noise / math.sqrt(len(ratios))
-        found.append((gap, np.where(np.isnan(gap), np.nan, error)))
-    return found
-
-
-def _row(contender: Contender, losses: Sequence[float], gap: float, error: float) -> Row:
-    perplexities = [perplexity(curve) for curve in contender.curves]
-    speeds = np.concatenate([curve.speeds for curve in contender.curves])
-    return Row(
-        contender.name,
-        len(losses),
-        statistics.fmean(losses),
-        _spread(losses),
-        gap,
-        error,
-        statistics.fmean(perplexities),
-        _spread(perplexities),
-        statistics.fmean(spikes(curve) for curve in contender.curves),
-        float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan,
-    )
+        pairs.append((gap, np.where(np.isnan(gap), np.nan, error)))
+    return pairs
 
 
 def _spread(values: Sequence[float]) -> float:
     """Return the standard deviation over seeds; NaN for one, and where one is."""
     known = len(values) > 1 and not any(map(math.isnan, values))
-    return statistics.stdev(values) if known else math.nan
+    return stdev(values) if known else math.nan
 
 
 def _pooled_deviation(groups: Sequence[np.ndarray]) -> np.ndarray:
     """Return the standard deviation within groups; NaN where no group has two values.
 
-    A group with a value that is not finite is left out.
+    A group with a value that is not finite is ignored.
     """
     squares, freedom = np.float64(0), np.int64(0)
     for group in groups:
-        own = ((group - group.mean(axis=0)) ** 2).sum(axis=0)
-        squares = squares + np.where(np.isfinite(own), own, 0)
-        freedom = freedom + np.where(np.isfinite(own), len(group) - 1, 0)
+        square = ((group - group.mean(axis=0)) ** 2).sum(axis=0)
+        squares = squares + np.where(np.isfinite(square), square, 0)
+        freedom = freedom + np.where(np.isfinite(square), len(group) - 1, 0)
     with np.errstate(invalid="ignore"):
         return np.sqrt(squares / freedom)
-
-
-_ERRORS_SHOWN, _CHANCE_SHOWN = 2.0, 0.8
 
 
 def visible_gap(error: float, seeds: int, more: int) -> float:
@@ -215,8 +204,7 @@ def visible_gap(error: float, seeds: int, more: int) -> float:
         seeds: number of seeds that it is of.
         more: number of seeds on both sides.
     """
-    shown = _ERRORS_SHOWN + statistics.NormalDist().inv_cdf(_CHANCE_SHOWN)
-    return shown * error * math.sqrt(seeds / more)
+    return (2.0 + NormalDist().inv_cdf(0.8)) * error * math.sqrt(seeds / more)
 
 
 class GapCurve(NamedTuple):
@@ -236,17 +224,17 @@ def gap_curves(contenders: Sequence[Contender]) -> list[GapCurve]:
     baseline = contenders[0].curves
     iterations = reduce(np.intersect1d, (curve.iterations for curve in baseline))
     tokens = baseline[0].tokens[np.isin(baseline[0].iterations, iterations)]
-    losses = [[_losses_at(iterations, curve) for curve in one.curves] for one in contenders]
-    return [GapCurve(tokens, *found) for found in gaps(losses, _seeds(contenders))]
+    losses = [[_losses_at(iterations, c) for c in contender.curves] for contender in contenders]
+    return [GapCurve(tokens, gap, error) for gap, error in gaps(losses, _seeds(contenders))]
 
 
 def _losses_at(iterations: np.ndarray, curve: LossCurve) -> np.ndarray:
     """Return averaged losses at these iterations, NaN at those that a run has not logged."""
     means = recent_means(curve.losses, _final_count(curve))
-    found = np.full(len(iterations), np.nan)
-    _, places, own = np.intersect1d(iterations, curve.iterations, return_indices=True)
-    found[places] = means[own]
-    return found
+    losses = np.full(len(iterations), np.nan)
+    _, here, there = np.intersect1d(iterations, curve.iterations, return_indices=True)
+    losses[here] = means[there]
+    return losses
 
 
 _WINDOW = 8
@@ -263,7 +251,7 @@ def spike_score(losses: Sequence[float] | np.ndarray) -> float:
     over the last 30% of the steps. What the paper leaves open is taken so: the 8 steps are t - 7 to
     t, fewer at the start; 30% are rounded up to whole steps; sigma divides by their number.
 
-    ``losses`` has one value for every step; those that are not finite are left out. No spikes: 0.
+    ``losses`` has one value for every step; those that are not finite are ignored. No spikes: 0.
     NaN where sigma is 0, as it is with fewer than 4 steps.
     """
     curve = np.asarray(losses, dtype=np.float64)

@@ -25,7 +25,6 @@ from megatron_lowbit.analysis.comparison import (
 from megatron_lowbit.analysis.loss_curve import colors, smooth
 from megatron_lowbit.folders import replace_text, replacing
 
-_COLUMNS = ("", "seeds", "final loss", "gap to {}", "perplexity", "spike score", "tokens/s")
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
 <style>
@@ -50,33 +49,44 @@ of one standard error.</p>
 
 def table(contenders: Sequence[Contender]) -> Table:
     """Build the table for a terminal."""
-    rows = compare(contenders)
-    shown = Table(*_heads(contenders), caption=_power(rows), caption_justify="left")
-    for row in rows:
-        shown.add_row(*_cells(row))
-    return shown
+    headings, cells, power = _cells(compare(contenders))
+    comparison = Table(*headings, caption=power, caption_justify="left")
+    for row in cells:
+        comparison.add_row(*row)
+    return comparison
 
 
 def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> None:
     """Write ``comparison.png`` and ``comparison.html`` into a folder."""
     directory.mkdir(parents=True, exist_ok=True)
-    image, rows = picture(contenders), compare(contenders)
+    image = picture(contenders)
+    headings, cells, power = _cells(compare(contenders))
     with replacing(directory / "comparison.png") as file:
         file.write(image)
-    page = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    text = page.render(
-        title=title,
-        share=round(100 * FINAL_SHARE),
-        columns=_heads(contenders),
-        rows=[_cells(row) for row in rows],
-        power=_power(rows),
+    text = jinja2.Environment(autoescape=True).from_string(_PAGE).render(
+        title=title, share=round(100 * FINAL_SHARE), columns=headings, rows=cells, power=power,
         picture=base64.b64encode(image).decode(),
-    )
+    )  # fmt: skip
     replace_text(directory / "comparison.html", text)
 
 
-def _heads(contenders: Sequence[Contender]) -> list[str]:
-    return [head.format(contenders[0].name) for head in _COLUMNS]
+def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
+    """Return the headings and cells of the table, and the sentence below it."""
+    headings = ["", "seeds", "final loss", f"gap to {rows[0].name}", "perplexity", "spike score",
+                "tokens/s"]  # fmt: skip
+    cells = [
+        [
+            row.name,
+            str(row.seeds),
+            f"{row.loss:.4f}" + _known(row.loss_spread, ".4f", " ± "),
+            gap_text(row),
+            _known(row.perplexity, ".3f") + _known(row.perplexity_spread, ".3f", " ± "),
+            _known(row.spikes, ".1f"),
+            _known(row.speed, ",.0f"),
+        ]
+        for row in rows
+    ]
+    return headings, cells, _power(rows)
 
 
 def _power(rows: Sequence[Row]) -> str:
@@ -91,18 +101,6 @@ def _power(rows: Sequence[Row]) -> str:
         for count in counts
     )
     return f"Gaps that show beyond two standard errors in four of five studies, by seeds: {gaps}."
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        row.name,
-        str(row.seeds),
-        f"{row.loss:.4f}" + _known(row.loss_spread, ".4f", " ± "),
-        gap_text(row),
-        _known(row.perplexity, ".3f") + _known(row.perplexity_spread, ".3f", " ± "),
-        _known(row.spikes, ".1f"),
-        _known(row.speed, ",.0f"),
-    ]
 
 
 def _known(value: float, form: str, before: str = "") -> str:
@@ -123,7 +121,7 @@ def picture(contenders: Sequence[Contender]) -> bytes:
     """Draw a comparison as a PNG.
 
     Up to eight names are colors of two panels: losses of all seeds, and gaps to the first name.
-    More have a panel each, of their gaps alone.
+    More have a panel each, only of their gaps.
     """
     rows, curves = compare(contenders), gap_curves(contenders)
     if len(contenders) <= MOST_COLORS:

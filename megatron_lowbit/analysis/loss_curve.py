@@ -1,7 +1,7 @@
 """Loss curves of one or several runs as a picture."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -9,18 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import replacing
 from megatron_lowbit.json_files import Entries, as_object, parse_json
 
-# The smoothing window is this share of the logged iterations.
 _WINDOW_SHARE = 1 / 50
+"""Smoothing window, as a share of the logged iterations."""
 
 
 class LossCurve(NamedTuple):
     """Training and validation losses (float64, NaN where the run had none) by iteration.
 
-    ``tokens`` and ``speeds``, tokens a second, go with ``iterations``; NaN where a run has none.
+    ``tokens`` and ``speeds``, in tokens/s, belong to ``iterations``; NaN where a run has none.
     """
 
     iterations: np.ndarray
@@ -33,11 +33,7 @@ class LossCurve(NamedTuple):
 
 def read_losses(path: Path) -> LossCurve:
     """Read a metrics.jsonl. Raises UserError for a missing, malformed or lossless file."""
-    series: dict[str, tuple[list[int], list[float]]] = {
-        "lm_loss": ([], []),
-        "validation_loss": ([], []),
-    }
-    beside: dict[str, list[float]] = {"consumed_tokens": [], "tokens_per_second": []}
+    columns: dict[str, list[float]] = {name: [] for name in LossCurve._fields}
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -46,17 +42,15 @@ def read_losses(path: Path) -> LossCurve:
         place = f"{path}:{number}"
         record = as_object(parse_json(line, place), place)
         entries = Entries(record, place)
-        for name, (iterations, losses) in series.items():
-            if name in record:
-                losses.append(entries.number(name, np.nan))
-                iterations.append(entries.integer("iteration", least=0))
+        for loss, kind in (("lm_loss", ""), ("validation_loss", "validation_")):
+            if loss in record:
+                columns[f"{kind}losses"].append(entries.number(loss, np.nan))
+                columns[f"{kind}iterations"].append(entries.integer("iteration", least=0))
         if "lm_loss" in record:
-            for name, values in beside.items():
-                values.append(entries.number(name, np.nan) or np.nan)
-    if not series["lm_loss"][0]:
-        raise UserError(f"{path}: holds no lm_loss")
-    pairs = [values for pair in series.values() for values in pair]
-    return LossCurve(*(np.array(values) for values in (*pairs, *beside.values())))
+            columns["tokens"].append(entries.number("consumed_tokens", np.nan) or np.nan)
+            columns["speeds"].append(entries.number("tokens_per_second", np.nan) or np.nan)
+    require(bool(columns["losses"]), f"{path}: holds no lm_loss")
+    return LossCurve(**{name: np.array(values) for name, values in columns.items()})
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -91,47 +85,40 @@ def plot_loss(runs: dict[str, Path], output: Path) -> None:
     several runs a lower panel has their smoothed relative gap to the first. Raises UserError for
     an unreadable run or an output that is not named .png.
     """
-    if output.suffix != ".png":
-        raise UserError(f"--output {output}: the name must end in .png")
+    require(output.suffix == ".png", f"--output {output}: the name must end in .png")
     curves = {name: read_losses(Path(path)) for name, path in runs.items()}
-    if not curves:
-        raise UserError("give at least one metrics.jsonl")
+    require(bool(curves), "give at least one metrics.jsonl")
+    first, reference = next(iter(curves.items()))
     figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = 2 if len(curves) > 1 else 1
-    axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=[3, 1][:panels])[
-        :, 0
-    ]
+    heights = [3, 1][: len(curves)]
+    grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
+    above, below = grid[0, 0], grid[-1, 0]
     for (name, curve), color in zip(curves.items(), colors(len(curves)), strict=True):
-        _draw_losses(axes[0], name, curve, color)
-        if panels == 2:
-            iterations, gap = relative_gap(curve, next(iter(curves.values())))
-            axes[1].plot(iterations, 100 * smooth(gap, _window(gap)), color=color)
-    axes[0].set_ylabel("loss (nats per token)")
-    axes[0].legend()
-    if panels == 2:
-        axes[1].set_ylabel(f"gap to {next(iter(curves))} (%)")
-    for panel in axes:
+        _draw_losses(above, name, curve, color)
+        if below is not above:
+            iterations, gap = relative_gap(curve, reference)
+            below.plot(iterations, 100 * smooth(gap, _window(gap)), color=color)
+            below.set_ylabel(f"gap to {first} (%)")
+    above.set_ylabel("loss (nats per token)")
+    above.legend()
+    for panel in grid[:, 0]:
         panel.grid(alpha=0.3)
-    axes[-1].set_xlabel("training step (iteration)")
+    below.set_xlabel("training step (iteration)")
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as file:
         figure.savefig(file, format="png")
 
 
-def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: object) -> None:
+def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: Any) -> None:
     panel.plot(curve.iterations, curve.losses, color=color, linewidth=0.6, alpha=0.4)
     smoothed = smooth(curve.losses, _window(curve.losses))
     panel.plot(curve.iterations, smoothed, color=color, linewidth=2, label=name)
     if len(curve.validation_iterations):
         panel.plot(
-            curve.validation_iterations,
-            curve.validation_losses,
-            "o",
-            color=color,
-            markeredgecolor="black",
-            label=f"{name}, validation",
-        )
+            curve.validation_iterations, curve.validation_losses, "o", color=color,
+            markeredgecolor="black", label=f"{name}, validation",
+        )  # fmt: skip
 
 
 def _window(values: np.ndarray) -> int:
@@ -139,7 +126,7 @@ def _window(values: np.ndarray) -> int:
     return 2 * int(len(values) * _WINDOW_SHARE / 2) + 1
 
 
-def colors(number: int) -> list[object]:
+def colors(number: int) -> list[Any]:
     """Return as many colors that can be told apart."""
     if number <= 10:
         return list(matplotlib.colormaps["tab10"].colors[:number])

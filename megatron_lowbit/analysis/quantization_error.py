@@ -29,7 +29,6 @@ from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
 
 Sums = dict[str, Tensor]
 """Scalars of FP64 on the device, by name; ``*/amax`` are maxima, all others sums."""
-_LARGEST = "amax"
 NONFINITE = "nonfinite"
 """Name, after the operand's, of the number of values that are infinite or NaN."""
 
@@ -41,17 +40,17 @@ def gemm_sums(context: LinearContext, gemm: Gemm, lhs: Tensor, rhs: Tensor) -> S
     empty where the recipe quantizes neither.
     """
     sums: Sums = {}
-    operands: list = []
+    operands: list[Any] = []
     for role, x in zip(GEMM_ROLES[gemm], (lhs, rhs), strict=True):
-        operand, of_operand = _measured(context, gemm, role, x)
+        operand, measured = _measured(context, gemm, role, x)
         operands.append(operand)
-        sums |= {f"{role}/{k}": v for k, v in of_operand.items()}
+        sums |= {f"{role}/{name}": value for name, value in measured.items()}
     if not sums:
         return {}
-    wanted = lhs.float() @ rhs.float().t()
-    wrong = context.gemm(gemm, *operands, torch.float32) - wanted
+    exact = lhs.float() @ rhs.float().t()
+    error = context.gemm(gemm, *operands, torch.float32) - exact
     inexact, values = context.engine.fold_losses(*operands)
-    sums |= {"signal": _energy(wanted), "noise": _energy(wrong)}
+    sums |= {"signal": _energy(exact), "noise": _energy(error)}
     if values:
         sums |= {"folded": _number(inexact, lhs), "foldable": _number(values, lhs)}
     return {f"{gemm}/{name}": value for name, value in sums.items()}
@@ -64,64 +63,59 @@ def _measured(context: LinearContext, gemm: Gemm, role: Role, x: Tensor) -> tupl
     """
     origin = context.precision.origin(gemm, role)
     if origin != gemm:
-        made, _ = context.quantize(x.t(), role, origin, None, needs_codes={origin})
+        quantized, _ = context.quantize(x.t(), role, origin, None, needs_codes={origin})
         request = context.request(origin, role, x.shape[1])
         serves_both = gemm == Gemm.DGRAD and context.precision.weight_serves_dgrad
         # The context transposes fprop's operands itself.
         transposes = origin == Gemm.FPROP and not serves_both
-        operand = made if transposes else made.dequantize().t()
-        return operand, operand_sums(x.t(), made, request)
+        operand = quantized if transposes else quantized.dequantize().t()
+        return operand, operand_sums(x.t(), quantized, request)
     if context.precision.requantizes(gemm, role):
         forward, _ = context.quantize(x.t(), role, Gemm.FPROP, None, needs_codes={Gemm.FPROP})
-        made = requantized(context, role, forward)
+        quantized = requantized(context, role, forward)
     else:
-        made, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})
+        quantized, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})
     request = context.request(gemm, role, len(x))
-    return made, {} if request is None else operand_sums(x, made, request)
+    return quantized, {} if request is None else operand_sums(x, quantized, request)
 
 
-def operand_sums(x: Tensor, made: QuantizedTensor, request: Request) -> Sums:
+def operand_sums(x: Tensor, quantized: QuantizedTensor, request: Request) -> Sums:
     """Measure the quantization of x (R, L) along its last axis."""
-    wanted = x.float()
+    exact = x.float()
     if request.hadamard is not None:
-        wanted = hadamard_transform(x, request.hadamard, request.sign_key)
-    got = made.dequantize()
-    element = made.format.element
-    codes = unpack_nibbles(made.codes) if element.bits == 4 else made.codes
-    at_end = decode(codes.flatten(1), element).abs()[:, : got.shape[1]] == element.max
-    mean = 0.0 if made.mean is None else made.mean
-    beyond = (wanted - mean).abs() > (got - mean).abs()
-    found = {
-        "signal": _energy(wanted),
-        "noise": _energy(got - wanted),
-        "values": _number(wanted.numel(), x),
-        "nonzero": (wanted != 0).sum().double(),
-        "flushed": ((wanted != 0) & (got == 0)).sum().double(),
+        exact = hadamard_transform(x, request.hadamard, request.sign_key)
+    values, element = quantized.dequantize(), quantized.format.element
+    codes = unpack_nibbles(quantized.codes) if element.bits == 4 else quantized.codes
+    at_end = decode(codes.flatten(1), element).abs()[:, : values.shape[1]] == element.max
+    mean = 0.0 if quantized.mean is None else quantized.mean
+    beyond = (exact - mean).abs() > (values - mean).abs()
+    sums = {
+        "signal": _energy(exact),
+        "noise": _energy(values - exact),
+        "values": _number(exact.numel(), x),
+        "nonzero": (exact != 0).sum().double(),
+        "flushed": ((exact != 0) & (values == 0)).sum().double(),
         "saturated": (at_end & beyond).sum().double(),
-        _LARGEST: x.abs().amax().double(),
+        "amax": x.abs().amax().double(),
         NONFINITE: (~x.isfinite()).sum().double(),
     }
-    return found | _block_sums(wanted, made.format.block)
-
-
-def _block_sums(x: Tensor, block: int) -> Sums:
-    """Return sums for the spread of blocks' amaxes; none for one block a row."""
-    if not 1 < block < x.shape[1]:
-        return {}
-    padded = F.pad(x, (0, -x.shape[1] % block))
-    largest = padded.unflatten(1, (-1, block)).abs().amax(-1)
-    logs = largest[largest > 0].double().log2()
-    return {
-        "blocks": _number(logs.numel(), x),
-        "block_logs": logs.sum(),
-        "block_squares": logs.square().sum(),
-    }
+    block = quantized.format.block
+    if 1 < block < x.shape[1]:
+        # For the spread of the blocks' amaxes; there is none for one block per row.
+        amaxes = F.pad(exact, (0, -x.shape[1] % block)).unflatten(1, (-1, block)).abs().amax(-1)
+        logs = amaxes[amaxes > 0].double().log2()
+        sums |= {
+            "blocks": _number(logs.numel(), x),
+            "block_logs": logs.sum(),
+            "block_squares": logs.square().sum(),
+        }
+    return sums
 
 
 def add(total: dict[str, float], more: Mapping[str, float]) -> None:
     """Add sums to others, in place."""
     for name, value in more.items():
-        if name.endswith(_LARGEST):
+        if name.endswith("amax"):
             # max() would drop a NaN that comes second.
             total[name] = value if math.isnan(value) else max(total.get(name, 0.0), value)
         else:
@@ -130,43 +124,42 @@ def add(total: dict[str, float], more: Mapping[str, float]) -> None:
 
 def figures(sums: Mapping[str, float]) -> dict[str, float]:
     """Compute a layer's figures from its sums, by ``GEMM/ROLE/figure`` and ``GEMM/figure``."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for gemm, roles in GEMM_ROLES.items():
         for role in roles:
-            of = _under(sums, f"{gemm}/{role}/")
-            if of:
-                figure = _operand_figures(of)
-                found |= {f"{gemm}/{role}/{name}": value for name, value in figure.items()}
-        of = _under(sums, f"{gemm}/")
-        if "noise" in of:
-            found[f"{gemm}/error"] = math.sqrt(_ratio(of["noise"], of["signal"]))
-        if "foldable" in of:
-            found[f"{gemm}/folded"] = _ratio(of["folded"], of["foldable"])
-    return found
+            if operand := _under(sums, f"{gemm}/{role}/"):
+                figures_of_role = _operand_figures(operand)
+                result |= {f"{gemm}/{role}/{k}": v for k, v in figures_of_role.items()}
+        output = _under(sums, f"{gemm}/")
+        if "noise" in output:
+            result[f"{gemm}/error"] = math.sqrt(_ratio(output["noise"], output["signal"]))
+        if "foldable" in output:
+            result[f"{gemm}/folded"] = _ratio(output["folded"], output["foldable"])
+    return result
 
 
-def _operand_figures(of: Mapping[str, float]) -> dict[str, float]:
-    exact = of["noise"] == 0
-    found = {
-        "sqnr_db": math.inf if exact else 10 * math.log10(_ratio(of["signal"], of["noise"])),
-        "flushed": _ratio(of["flushed"], of["nonzero"]),
-        "saturated": _ratio(of["saturated"], of["values"]),
-        "amax": of["amax"],
-        NONFINITE: of[NONFINITE],
+def _operand_figures(sums: Mapping[str, float]) -> dict[str, float]:
+    exact = sums["noise"] == 0
+    result = {
+        "sqnr_db": math.inf if exact else 10 * math.log10(_ratio(sums["signal"], sums["noise"])),
+        "flushed": _ratio(sums["flushed"], sums["nonzero"]),
+        "saturated": _ratio(sums["saturated"], sums["values"]),
+        "amax": sums["amax"],
+        NONFINITE: sums[NONFINITE],
     }
-    if of.get("blocks"):
-        mean = of["block_logs"] / of["blocks"]
-        variance = max(0.0, of["block_squares"] / of["blocks"] - mean**2)
-        found["block_spread"] = math.sqrt(variance)
-    return found
+    if sums.get("blocks"):
+        mean = sums["block_logs"] / sums["blocks"]
+        variance = max(0.0, sums["block_squares"] / sums["blocks"] - mean**2)
+        result["block_spread"] = math.sqrt(variance)
+    return result
 
 
 def _under(sums: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in sums.items() if k.startswith(prefix)}
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: float, total: float) -> float:
+    return part / total if total else 0.0
 
 
 def _energy(x: Tensor) -> Tensor:

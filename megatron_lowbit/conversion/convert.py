@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.reader import 
 from megatron_lowbit.checkpoints.hugging_face_files import (
     CONFIG,
     WEIGHT_DTYPES,

@@ -64,7 +64,7 @@ def dry_run(args: Namespace) -> None:
     if args.rank != 0:
         return
     from megatron_lowbit.planning.hardware import gpu
-    from megatron_lowbit.planning.print_plan import describe_plan, planned_gpu
+    from megatron_lowbit.planning.report import describe_plan, planned_gpu
 
     console = plain_console(130)
     on_gpus = on_described_machine(args)

@@ -11,27 +11,48 @@ Every other argument is one of training, as pretrain_gpt.py takes it. All figure
 
 import argparse
 from collections.abc import Sequence
+from math import inf
 
 from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.console import plain_console
+from megatron_lowbit.errors import require
 from megatron_lowbit.planning.hardware import SCANS, kinds
+
+_WIDTH = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan of what the command line names.
+    """Print the layouts of a run, fastest first, or the fastest under each of several recipes.
 
     Raises:
-        UserError: an argument, of this command's or of training's, that is wrong.
+        UserError: an argument, of this command's or of training's, that is wrong; or no layout
+            fits.
     """
-    own, training = read_arguments(argv)
+    args, training = _parser().parse_known_args(argv)
+    for name in ("gpus", "gpus_per_node", "top", "tokens"):
+        value = getattr(args, name)
+        message = f"--{name.replace('_', '-')} {value}: must be positive"
+        require(value is None or 0 < value < inf, message)
     # After the help, which needs no torch.
-    from megatron_lowbit.planning.print_plan import print_plan
+    from megatron_lowbit.planning.report import advice, report
+    from megatron_lowbit.planning.search import plan_run
+    from megatron_lowbit.planning.training_arguments import TrainingArguments
 
-    print_plan(own, training)
-
-
-def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return this command's arguments, and those of training."""
-    return _parser().parse_known_args(argv)
+    choices: list[list[str]] = [[]]
+    if args.recipes is not None:
+        given = TrainingArguments(training).flags.precision_recipe
+        require(given is None, "--recipes excludes --precision-recipe: leave one of them out")
+        choices = [["--precision-recipe", name] for name in args.recipes.split(",")]
+    runs = [
+        plan_run([*training, *choice], args.gpu, args.gpus, args.gpus_per_node, args.as_given,
+                 args.scan, args.tokens)
+        for choice in choices
+    ]  # fmt: skip
+    console = plain_console(_WIDTH)
+    for part in report(runs, args.top, args.figures):
+        console.print(part, highlight=False)
+    for line in advice(runs):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _parser() -> argparse.ArgumentParser:

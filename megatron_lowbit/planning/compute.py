@@ -12,12 +12,27 @@ from math import log2
 from typing import NamedTuple
 
 from megatron_lowbit.numerics import Quantizer, Rounding
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
+from megatron_lowbit.planning.device import (
+    ADDS_PRODUCTS,
+    BF16,
+    FOLDED,
+    FP32,
+    Device,
+    operand_bytes,
+)
 from megatron_lowbit.planning.hardware import GPU
-from megatron_lowbit.planning.model import Linear, Part, is_gated, mixer, query_groups
-from megatron_lowbit.planning.routing import adds_products, gemm_name, takes_folded, takes_values
+from megatron_lowbit.planning.model import (
+    Linear,
+    Part,
+    is_gated,
+    local_tokens,
+    mixer,
+    query_groups,
+    tokens_of,
+)
 from megatron_lowbit.recipes import LinearPrecision
 
-BF16, FP32 = 2, 4
 Seconds = Counter[str]
 """Seconds by what takes them."""
 _SCAN_FORWARD = 0.37
@@ -27,142 +42,101 @@ _SMALL_HEADS = 0.67
 
 
 class Passes(NamedTuple):
-    """A part's times: forward and backward pass of a microbatch, and once a step.
+    """Times of a forward and a backward pass of a microbatch, and of what is done once a step.
 
     ``step`` is negative where a step's first microbatch takes less than the others.
-    ``dgrad`` and ``wgrad`` are the first linear layer's GEMMs, which communication hides behind.
     """
 
     forward: Seconds
     backward: Seconds
     step: Seconds
-    dgrad: float = 0.0
-    wgrad: float = 0.0
+
+    @classmethod
+    def none(cls) -> "Passes":
+        """Return passes that take no time."""
+        return cls(Counter(), Counter(), Counter())
+
+    def add(self, other: "Passes", times: int = 1) -> None:
+        """Add other passes, in place."""
+        for seconds, more in zip(self, other, strict=True):
+            for name, value in more.items():
+                seconds[name] += times * value
 
 
-class Device(NamedTuple):
-    """The GPU, and what runs on it."""
-
-    gpu: GPU
-    transformer_engine: bool
-    scan: str
-    accumulate: bool = True
-    """True if weight gradients are added to FP32 main gradients."""
-
-    def moved(self, count: float) -> float:
-        """Return seconds that a kernel takes which reads and writes so many bytes."""
-        return count / (self.gpu["copy_tb_per_s"] * self.gpu["kernel_share"] * 1e12)
-
-    def gemm(self, precision: LinearPrecision, name: str) -> str:
-        """Return the name of what multiplies one of a linear layer's GEMMs."""
-        return gemm_name(precision, name, self.gpu.capability, self.transformer_engine)
-
-
-def part_times(args: Namespace, part: Part, tokens: int, device: Device) -> Passes:
-    """Time one part of ``tokens`` tokens of a microbatch, on one tensor-parallel rank."""
-    tensor = args.tensor_model_parallel_size
-    local = tokens // tensor if args.sequence_parallel else tokens
-    routed = tokens * args.moe_router_topk if part.kind == "experts" else tokens
-    experts = experts_of(args, part)
-    times = [_linear(args, linear, routed, device, experts) for linear in part[1:]]
-    forward, backward, step = Counter(), Counter(), Counter()
-    for found in times:
-        for sums, more in zip((forward, backward, step), found, strict=False):
-            sums.update(more)  # keeps what is negative, which + does not
-    one_way, back = _around(args, part, tokens, local, routed)
-    forward["elementwise"] += device.moved(one_way)
-    backward["elementwise"] += device.moved(back)
+def part_times(args: Namespace, part: Part, device: Device) -> Passes:
+    """Time one part of a microbatch on one rank, with its tensor- and expert-parallel transfers."""
+    passes = Passes.none()
+    rows = tokens_of(args) * part.topk
+    gemms = [_linear(args, each, rows, device, passes, part.experts) for each in part.linears]
+    there, back = _elementwise(args, part)
+    passes.forward["elementwise"] += device.moved(there)
+    passes.backward["elementwise"] += device.moved(back)
     if part.kind == "attention":
-        times_of = _attention(args, tokens, device)
-        forward["attention"], backward["attention"] = times_of
+        passes.forward["attention"], passes.backward["attention"] = _attention(args, device)
     if part.kind == "mamba":
-        channels = mixer(args).inner / tensor * args.mamba_state_dim / 128
-        scan = tokens * channels * device.gpu[f"scan_ps.{device.scan}"] * 1e-12
-        forward["scan"], backward["scan"] = _SCAN_FORWARD * scan, (1 - _SCAN_FORWARD) * scan
-    return Passes(forward, backward, step, times[0].dgrad, times[0].wgrad)
+        channels = mixer(args).inner * args.mamba_state_dim / 128
+        scan = tokens_of(args) * channels * device.gpu[f"scan_ps.{device.scan}"] * 1e-12
+        passes.forward["scan"] = _SCAN_FORWARD * scan
+        passes.backward["scan"] = (1 - _SCAN_FORWARD) * scan
+    _add_communication(args, part, device, gemms[0], passes)
+    return passes
 
 
-def experts_of(args: Namespace, part: Part) -> int:
-    """Return the experts of a part on a rank, which run one after another; 1 for other parts."""
-    return args.num_experts // args.expert_model_parallel_size if part.kind == "experts" else 1
+def _add_communication(
+    args: Namespace, part: Part, device: Device, hiding: dict[str, float], passes: Passes
+) -> None:
+    """Add the time of tensor- and expert-parallel communication of one part.
 
-
-def head_times(args: Namespace, vocabulary: int, tokens: int, device: Device) -> Passes:
-    """Time the final norm, the output layer and the loss."""
-    linear, tensor = Linear(args.hidden_size, vocabulary, True), args.tensor_model_parallel_size
-    times = _linear(args, linear, tokens, device)
-    logits, norm = tokens * vocabulary // tensor, tokens * args.hidden_size * BF16
-    forward, backward = _loss_moves(args)
-    times.forward["elementwise"] += device.moved(forward * logits + 2 * norm)
-    times.backward["elementwise"] += device.moved(backward * logits + 3 * norm)
-    return times
-
-
-def _loss_moves(args: Namespace) -> tuple[int, int]:
-    """Return the bytes per logit that cross-entropy reads and writes, forward and backward.
-
-    It copies logits to FP32, finds the maximum, subtracts it, exponentiates, sums and divides;
-    backward multiplies and casts. Fused, these are three kernels and one.
+    With sequence parallelism the first layer gathers its input, as codes where it quantizes them,
+    in forward and for wgrad, and the second scatters sums; without, it reduces them. The sums of a
+    first layer's dgrad overlap wgrad. ``hiding``: seconds of the first layer's GEMMs.
     """
-    if args.cross_entropy_loss_fusion:
-        return BF16 + 5 * FP32, BF16 + FP32
-    return BF16 + 9 * FP32, BF16 + 3 * FP32
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    tokens, first = tokens_of(args), part.first.precision
+    if tensor > 1:
+        link = device.link(tensor)
+
+        def gathered(gemm: str | None = None) -> float:
+            quantizer = None if gemm is None else first.quantizer(gemm, "input")
+            size = BF16 if quantizer is None else packed_bytes(quantizer)
+            return link.gather(tokens * args.hidden_size * size, tensor)
+
+        stream = gathered()
+        if args.sequence_parallel:
+            again = gathered("wgrad")
+            if not first.quantized:
+                again = max(0.0, again - hiding["dgrad"])
+            passes.forward["tensor parallel"] = gathered("fprop") + stream
+            passes.backward["tensor parallel"] = stream + again + max(0.0, stream - hiding["wgrad"])
+        else:
+            passes.forward["tensor parallel"] = 2 * stream
+            passes.backward["tensor parallel"] = max(0.0, 2 * stream - hiding["wgrad"])
+    if part.kind == "experts" and expert > 1:
+        # There and back; each rank sends and receives its own tokens' choices.
+        sent = tokens // tensor * args.moe_router_topk * args.hidden_size * BF16
+        once = device.link(expert, tensor, ring=False).send(sent * (expert - 1) / expert)
+        passes.forward["expert parallel"] = passes.backward["expert parallel"] = 2 * once
 
 
-def embedding_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
+def head_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
+    """Time the final norm, the output layer and the loss; ``vocabulary`` is padded.
+
+    Cross-entropy copies logits to FP32, finds the maximum, subtracts it, exponentiates, sums and
+    divides; backward multiplies and casts. Fused, these are three kernels and one.
+    """
+    tokens, columns = tokens_of(args), vocabulary // args.tensor_model_parallel_size
+    passes = Passes.none()
+    _linear(args, Linear(args.hidden_size, columns), tokens, device, passes)
+    logits, norm = tokens * columns, tokens * args.hidden_size * BF16
+    there, back = (5, 1) if args.cross_entropy_loss_fusion else (9, 3)
+    passes.forward["elementwise"] += device.moved((BF16 + there * FP32) * logits + 2 * norm)
+    passes.backward["elementwise"] += device.moved((BF16 + back * FP32) * logits + 3 * norm)
+    return passes
+
+
+def embedding_time(args: Namespace, vocabulary: int, device: Device) -> float:
     """Time the table's dense gradient: set to zero, written, added to the main gradient."""
-    table = vocabulary // args.tensor_model_parallel_size * args.hidden_size
-    return Passes(Counter(), Counter(elementwise=device.moved(14 * table)), Counter())
-
-
-def gemm_seconds(
-    rows: float, inputs: int, outputs: int, name: str, gpu: GPU, added: float = 0.0
-) -> float:
-    """Time one GEMM of (rows, inputs) by (inputs, outputs), forward or backward.
-
-    ``added``: bytes of the main gradient that it reads and writes to add its product.
-    """
-    flops = 2.0 * rows * inputs * outputs
-    code = BF16 if name == "bf16" else 1
-    touched = code * (rows * inputs + inputs * outputs) + BF16 * rows * outputs + added
-    rate = gpu[f"gemm.{name}"] * gpu["gemm_sustained"] * 1e12
-    return max(flops / rate, touched / (gpu["copy_tb_per_s"] * 1e12))
-
-
-def _linear(
-    args: Namespace, linear: Linear, tokens: int, device: Device, experts: int = 1
-) -> Passes:
-    """Time a linear layer; ``experts`` on the rank share the tokens."""
-    inputs, outputs = linear.split(args.tensor_model_parallel_size)
-    names = {gemm: device.gemm(linear.precision, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
-    size = weight_gradient_bytes(args, linear, device)
-    main = 2 * gradient_bytes(args)  # read and written
-    accumulates = device.accumulate and size == 0
-    # main_grad-h200.json: an FP8 GEMM overlaps nothing of an FP32 sum, a BF16 GEMM nearly all.
-    exposed = accumulates and takes_folded(names["wgrad"]) and gradient_bytes(args) == FP32
-    added = {"wgrad": float(main * inputs * outputs)} if accumulates and not exposed else {}
-    seconds = {
-        gemm: experts
-        * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu, added.get(gemm, 0.0))
-        for gemm, name in names.items()
-    }
-    forward = Counter({"GEMM": seconds["fprop"]})
-    backward = Counter({"GEMM": seconds["dgrad"] + seconds["wgrad"]})
-    step: Seconds = Counter()
-    weights = inputs * outputs * experts
-    if device.accumulate and size > 0:
-        # dW is written, read again and added.
-        backward["elementwise"] += device.moved(weights * (2 * size + main))
-    if exposed:
-        # A step's first microbatch only writes, which the GEMM overlaps.
-        adding = device.moved(weights * main)
-        backward["GEMM"] += adding
-        step["GEMM"] -= adding
-    if linear.precision.quantized:
-        quantized = _quantization(linear, tokens, weights, inputs, outputs, names, device)
-        for times, seconds_of in zip((forward, backward, step), quantized, strict=True):
-            times["quantization"] += seconds_of
-    return Passes(forward, backward, step, seconds["dgrad"], seconds["wgrad"])
+    return device.moved(14 * (vocabulary // args.tensor_model_parallel_size * args.hidden_size))
 
 
 def gradient_bytes(args: Namespace) -> int:
@@ -178,125 +152,153 @@ def weight_gradient_bytes(args: Namespace, linear: Linear, device: Device) -> in
     """
     if not (device.accumulate and args.gradient_accumulation_fusion):
         return BF16
-    precision = linear.precision.wgrad
-    plain = precision.accumulation is None and precision.fallback is None
-    adds = plain and adds_products(device.gemm(linear.precision, "wgrad"))
-    return 0 if adds else FP32
+    wgrad = linear.precision.wgrad
+    is_plain = wgrad.accumulation is None and wgrad.fallback is None
+    return 0 if is_plain and device.gemm(linear.precision, "wgrad") in ADDS_PRODUCTS else FP32
 
 
-def _quantization(
-    linear: Linear, tokens: int, weights: int, inputs: int, outputs: int,
-    names: dict[str, str], device: Device,
-) -> tuple[float, float, float]:  # fmt: skip
-    """Return the seconds of quantizing in forward, in backward, and of a cached weight per step.
-
-    A source is quantized for both its GEMMs at once. Backward turns the codes that forward kept of
-    the input into what wgrad takes; each pass does so with those of a cached weight.
-    """
-    precision = linear.precision
-    delayed = precision.history_length > 0
-    sizes = {"input": tokens * inputs, "grad": tokens * outputs, "weight": weights}
-
-    def made(role: str, *gemms: str, saved: tuple[str, ...] = ()) -> float:
-        sides = [(gemm, q) for gemm in gemms if (q := precision.quantizer(gemm, role)) is not None]
-        if not sides:
-            return 0.0
-        amaxes = (
-            q.format.row_scaled
-            or (q.format.tensor_scaled and not delayed)
-            or (q.format.folds and takes_folded(names[gemm]))
-            for gemm, q in sides
-        )
-        passes = 1 + any(amaxes)
-        written = sum(
-            BF16 if takes_values(names[gemm]) and gemm not in saved else _packed(q)
-            for gemm, q in sides
-        )
-        extra = sum(_extra_ps(gemm, q, precision, device.gpu) for gemm, q in sides)
-        return device.moved(sizes[role] * (BF16 * passes + written)) + sizes[role] * extra * 1e-12
-
-    def unpacked(role: str, gemm: str) -> float:
-        """Return the seconds of turning saved codes into what the GEMM takes."""
-        quantizer = precision.quantizer(gemm, role)
-        bits = 8 * BF16 if takes_values(names[gemm]) else 8
-        if quantizer is None or quantizer.format.element.bits == bits:
-            return 0.0
-        return device.moved(sizes[role] * (_packed(quantizer) + bits / 8))
-
-    forward = made("input", "fprop", "wgrad", saved=("wgrad",))
-    backward = made("grad", "dgrad", "wgrad") + unpacked("input", "wgrad")
-    if precision.caches_weight:
-        forward += unpacked("weight", "fprop")
-        backward += unpacked("weight", "dgrad")
-        return forward, backward, made("weight", "fprop", "dgrad", saved=("fprop", "dgrad"))
-    if precision.weight_serves_dgrad:
-        return forward + made("weight", "fprop", "dgrad"), backward, 0.0
-    return forward + made("weight", "fprop"), backward + made("weight", "dgrad"), 0.0
-
-
-def _packed(quantizer: Quantizer) -> float:
+def packed_bytes(quantizer: Quantizer) -> float:
+    """Return the bytes per element of codes and scales."""
     return quantizer.format.bits_per_element / 8
 
 
+def _linear(
+    args: Namespace, linear: Linear, rows: int, device: Device, passes: Passes, experts: int = 1
+) -> dict[str, float]:
+    """Add the time of a linear layer, and return the seconds of its GEMMs.
+
+    ``experts`` on the rank share the rows.
+    """
+    inputs, outputs = linear.inputs, linear.outputs
+    names = {str(gemm): device.gemm(linear.precision, gemm) for gemm in GEMM_ROLES}
+    size = weight_gradient_bytes(args, linear, device)
+    main = 2 * gradient_bytes(args)  # read and written
+    accumulates = device.accumulate and size == 0
+    # main_grad-h200.json: an FP8 GEMM overlaps nothing of an FP32 sum, a BF16 GEMM nearly all.
+    exposed = accumulates and names["wgrad"] == FOLDED and gradient_bytes(args) == FP32
+    added = {"wgrad": main * linear.weights} if accumulates and not exposed else {}
+    seconds = {
+        gemm: experts
+        * device.multiplied(rows / experts, inputs, outputs, name, added.get(gemm, 0.0))
+        for gemm, name in names.items()
+    }
+    passes.forward["GEMM"] += seconds["fprop"]
+    passes.backward["GEMM"] += seconds["dgrad"] + seconds["wgrad"]
+    weights = linear.weights * experts
+    if device.accumulate and size > 0:
+        # dW is written, read again and added.
+        passes.backward["elementwise"] += device.moved(weights * (2 * size + main))
+    if exposed:
+        # A step's first microbatch only writes, which the GEMM overlaps.
+        adding = device.moved(weights * main)
+        passes.backward["GEMM"] += adding
+        passes.step["GEMM"] -= adding
+    if linear.precision.quantized:
+        sizes = {"input": rows * inputs, "grad": rows * outputs, "weight": weights}
+        quantization = _quantization(linear.precision, sizes, names, device)
+        for total, more in zip(passes, quantization, strict=True):
+            total["quantization"] += more
+    return seconds
+
+
+def _quantization(
+    precision: LinearPrecision, sizes: dict[str, int], names: dict[str, str], device: Device
+) -> tuple[float, float, float]:
+    """Return the seconds of quantizing in forward, in backward, and of a cached weight per step.
+
+    A source is quantized for both its GEMMs at once. Backward turns the codes that forward kept of
+    the input into what wgrad takes; each pass does so with those of a cached weight. ``sizes``:
+    elements of each source.
+    """
+    delayed = precision.history_length > 0
+
+    def quantized(role: str, *gemms: str, saved: tuple[str, ...] = ()) -> float:
+        sides = [(gemm, q) for gemm in gemms if (q := precision.quantizer(gemm, role)) is not None]
+        if not sides:
+            return 0.0
+        amaxes = any(
+            q.format.row_scaled
+            or (q.format.tensor_scaled and not delayed)
+            or (q.format.folds and names[gemm] == FOLDED)
+            for gemm, q in sides
+        )
+        # Read, once more for amaxes, and written.
+        count = BF16 * (1 + amaxes) + sum(
+            BF16 if operand_bytes(names[gemm]) == BF16 and gemm not in saved else packed_bytes(q)
+            for gemm, q in sides
+        )
+        extra = sum(_extra_ps(gemm, q, precision, device.gpu) for gemm, q in sides)
+        return device.moved(sizes[role] * count) + sizes[role] * extra * 1e-12
+
+    def unpacked(role: str, gemm: str) -> float:
+        """Return the seconds of turning saved codes into what the GEMM takes."""
+        quantizer, taken = precision.quantizer(gemm, role), operand_bytes(names[gemm])
+        if quantizer is None or quantizer.format.element.bits == 8 * taken:
+            return 0.0
+        return device.moved(sizes[role] * (packed_bytes(quantizer) + taken))
+
+    forward = quantized("input", "fprop", "wgrad", saved=("wgrad",))
+    backward = quantized("grad", "dgrad", "wgrad") + unpacked("input", "wgrad")
+    if precision.caches_weight:
+        forward += unpacked("weight", "fprop")
+        backward += unpacked("weight", "dgrad")
+        return forward, backward, quantized("weight", "fprop", "dgrad", saved=("fprop", "dgrad"))
+    if precision.weight_serves_dgrad:
+        return forward + quantized("weight", "fprop", "dgrad"), backward, 0.0
+    return forward + quantized("weight", "fprop"), backward + quantized("weight", "dgrad"), 0.0
+
+
 def _extra_ps(gemm: str, quantizer: Quantizer, precision: LinearPrecision, gpu: GPU) -> float:
-    """Return the ps an element that one side takes beyond what it moves."""
+    """Return the ps per element that one side takes beyond what it moves."""
     transform = precision.gemms[gemm].hadamard
-    found = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
-    found += gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
-    found += gpu["chosen_scale_ps"] * quantizer.format.scales_from_numbers
-    return found + gpu["mean_ps"] * quantizer.splits_mean
+    extra = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
+    extra += gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
+    extra += gpu["chosen_scale_ps"] * quantizer.format.scales_from_numbers
+    return extra + gpu["mean_ps"] * quantizer.splits_mean
 
 
-def _attention(args: Namespace, tokens: int, device: Device) -> tuple[float, float]:
+def _attention(args: Namespace, device: Device) -> tuple[float, float]:
     """Return the seconds of attention itself, forward and backward.
 
     Transformer Engine computes half of the scores: two GEMMs forward, five backward with the
     scores again. Local layers compute all scores, in two and four GEMMs, and move them.
     """
-    heads, gpu = args.num_attention_heads // args.tensor_model_parallel_size, device.gpu
-    one = tokens * args.seq_length * heads * args.kv_channels  # 2 FLOPs, half of the scores
+    heads = args.num_attention_heads // args.tensor_model_parallel_size
+    scores = tokens_of(args) * args.seq_length * heads
+    flops = scores * args.kv_channels  # of half of the scores
     if args.transformer_impl == "local":
-        rate = gpu["gemm.bf16"] * gpu["gemm_sustained"] * 1e12
-        scores = BF16 * tokens * args.seq_length * heads
-        moved = device.moved(6 * scores), device.moved(10 * scores)
-        return 4 * one / rate + moved[0], 8 * one / rate + moved[1]
+        rate = device.flops("bf16")
+        there, back = device.moved(6 * BF16 * scores), device.moved(10 * BF16 * scores)
+        return 4 * flops / rate + there, 8 * flops / rate + back
     share = 1.0 if args.kv_channels >= 128 else _SMALL_HEADS
-    rates = [gpu[f"attention_{name}"] * share * 1e12 for name in ("forward", "backward")]
-    return 2 * one / rates[0], 5 * one / rates[1]
+    rate = share * 1e12
+    there, back = device.gpu["attention_forward"], device.gpu["attention_backward"]
+    return 2 * flops / (there * rate), 5 * flops / (back * rate)
 
 
-def _around(
-    args: Namespace, part: Part, tokens: int, local: int, routed: int
-) -> tuple[float, float]:
+def _elementwise(args: Namespace, part: Part) -> tuple[float, float]:
     """Return the bytes that norms, residuals and activations move, forward and backward."""
-    forward, backward = 5.0 * local * args.hidden_size, 6.0 * local * args.hidden_size
-    tensor = args.tensor_model_parallel_size
-    wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]
+    tokens, stream = tokens_of(args), local_tokens(args) * args.hidden_size
+    rows = tokens * part.topk
+    outputs, inputs = part.first.outputs, part.second.inputs
+    forward, backward = 5.0 * stream, 6.0 * stream
     if part.kind == "attention":
-        values = query_groups(args) // tensor * args.kv_channels
-        turned = 2 * (wide - values) if args.position_embedding_type == "rope" else 0
+        values = query_groups(args) // args.tensor_model_parallel_size * args.kv_channels
+        turned = 2 * (outputs - values) if args.position_embedding_type == "rope" else 0
         forward += tokens * (turned + 2 * values)
         # The gradients of query, key and value are put together.
-        backward += tokens * (turned + 2 * wide)
+        backward += tokens * (turned + 2 * outputs)
     elif part.kind == "mamba":
         # To and from batch-first, and the gated norm.
-        forward += tokens * (2 * wide + 4 * inner)
-        backward += tokens * (2 * wide + 5 * inner)
+        forward += tokens * (2 * outputs + 4 * inputs)
+        backward += tokens * (2 * outputs + 5 * inputs)
     else:
-        more = _activation_moves(args)
-        forward += routed * inner * more[0]
-        backward += routed * inner * more[1]
+        # Squared ReLU is ReLU and a power, a kernel for every operation.
+        there, back = (3, 5) if is_gated(args) else (4, 10) if args.squared_relu else (2, 3)
+        forward += rows * inputs * there
+        backward += rows * inputs * back
     if part.kind == "experts":
         # Tokens are gathered by expert and put back, each way.
-        forward += 4.0 * routed * args.hidden_size
-        backward += 4.0 * routed * args.hidden_size
+        forward += 4.0 * rows * args.hidden_size
+        backward += 4.0 * rows * args.hidden_size
     return BF16 * forward, BF16 * backward
-
-
-def _activation_moves(args: Namespace) -> tuple[int, int]:
-    """Return reads and writes an output element of the activation, forward and backward."""
-    if is_gated(args):
-        return 3, 5
-    if args.squared_relu:
-        return 4, 10  # ReLU and a power, a kernel for every operation
-    return 2, 3

@@ -1,6 +1,6 @@
 """Figures of kinds of GPUs, with their sources, from ``hardware.yaml``."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,6 @@ from megatron_lowbit.errors import UserError
 
 SCANS = ("mamba-ssm", "mamba-ssm-scan", "torch")
 """Implementations of a hybrid's scan whose time and memory are known."""
-FILE = Path(__file__).with_name("hardware.yaml")
 
 
 class Figure(NamedTuple):
@@ -36,38 +35,41 @@ class GPU:
 
 
 @cache
-def gpu(kind: str) -> GPU:
-    """Return the GPU of that name.
-
-    Raises UserError for one that the table lacks.
-    """
-    table = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    if kind not in table:
-        raise UserError(f"--gpu {kind}: not in the table, use {', '.join(table)}")
-    own = table[kind]
-    figures = {}
-    if "like" in own:
-        other = gpu(own["like"])
-        figures = {
-            key: Figure(figure.value, f"{figure.source} ({own['like']})")
-            for key, figure in other.figures.items()
-            # Tensor cores of another generation multiply other formats.
-            if not (key.startswith("gemm.") and "gemm" in own)
-        }
-    capability = own.get("capability") or gpu(own["like"]).capability
-    return GPU(own["name"], tuple(capability), figures | dict(_figures(own)))
+def _table() -> dict[str, dict[str, Any]]:
+    file = Path(__file__).with_name("hardware.yaml")
+    table: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return table
 
 
 def kinds() -> list[str]:
     """Return the GPUs that the table has."""
-    return list(yaml.safe_load(FILE.read_text(encoding="utf-8")))
+    return list(_table())
 
 
-def _figures(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Figure]]:
-    found = []
-    for key, entry in table.items():
+@cache
+def gpu(kind: str) -> GPU:
+    """Return the GPU of that name, with figures of the GPU that it is like.
+
+    Raises UserError for one that the table lacks.
+    """
+    if kind not in _table():
+        raise UserError(f"--gpu {kind}: not in the table, use {', '.join(_table())}")
+    row = _table()[kind]
+    figures: dict[str, Figure] = {}
+    if "like" in row:
+        figures = {
+            key: Figure(figure.value, f"{figure.source} ({row['like']})")
+            for key, figure in gpu(row["like"]).figures.items()
+            # Tensor cores of another generation multiply other formats.
+            if not (key.startswith("gemm.") and "gemm" in row)
+        }
+    capability = row.get("capability") or gpu(row["like"]).capability
+    return GPU(row["name"], tuple(capability), figures | dict(_figures(row)))
+
+
+def _figures(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Figure]]:
+    for key, entry in group.items():
         if isinstance(entry, dict):
-            found += _figures(entry, f"{prefix}{key}.")
+            yield from _figures(entry, f"{prefix}{key}.")
         elif key not in ("name", "capability", "like"):
-            found.append((prefix + key, Figure(*entry)))
-    return found
+            yield prefix + key, Figure(*entry)

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-_SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _OF_A_LAYOUT = (
     "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size",
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
@@ -22,13 +22,15 @@ _OF_A_LAYOUT = (
     "--pipeline-model-parallel-layout", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
     "--expert-model-parallel-size", "--recompute-granularity", "--recompute-method",
-    "--recompute-num-layers", "--fused-allreduce-norm", *_SHARDED,
+    "--recompute-num-layers", "--fused-allreduce-norm", *SHARDED,
+    "--micro-batch-size", "--global-batch-size",
 )  # fmt: skip
-_MOST_IN_A_BATCH = 16
+_LARGEST_BATCH = 16
+"""Sequences of a microbatch, and microbatches where no global batch is given."""
 _MOST_LAYERS = 1024
 """Layers of a model whose layouts are searched: their number grows with it."""
 _PARTLY = (0.25, 0.5)
-"""Shares of a stage's layers that are worth recomputing, beside none and all of them."""
+"""Shares of a stage's layers that are worth recomputing, apart from none and all of them."""
 
 
 class Layout(NamedTuple):
@@ -73,79 +75,68 @@ class Layout(NamedTuple):
 
     def arguments(self, pattern: str | None = None) -> list[str]:
         """Return the training arguments that ask for the layout; ``pattern``: a hybrid's blocks."""
-        found = ["--micro-batch-size", str(self.micro_batch)]
+        words = ["--micro-batch-size", str(self.micro_batch)]
         if self.tensor > 1:
-            found += ["--tensor-model-parallel-size", str(self.tensor), "--sequence-parallel"]
+            words += ["--tensor-model-parallel-size", str(self.tensor), "--sequence-parallel"]
         if self.pipeline > 1:
-            found += ["--pipeline-model-parallel-size", str(self.pipeline)]
-            found += chunk_arguments(self.chunks, self.pipeline, pattern)
+            words += ["--pipeline-model-parallel-size", str(self.pipeline)]
+            words += chunk_arguments(self.chunks, self.pipeline, pattern)
         if self.expert > 1:
-            found += ["--expert-model-parallel-size", str(self.expert)]
+            words += ["--expert-model-parallel-size", str(self.expert)]
         if self.data > 1:
-            found += list(_SHARDED)
+            words += SHARDED
         if self.recomputed:
             method = "uniform" if self.recomputed == max(self.chunks) else "block"
             number = 1 if method == "uniform" else self.recomputed
-            found += ["--recompute-granularity", "full", "--recompute-method", method]
-            found += ["--recompute-num-layers", str(number)]
-        return found
+            words += ["--recompute-granularity", "full", "--recompute-method", method]
+            words += ["--recompute-num-layers", str(number)]
+        return words
 
 
-class Candidate(NamedTuple):
-    """A layout, and the arguments that training would have in it."""
-
-    layout: Layout
-    args: Namespace
+Candidate = tuple[Layout, Namespace]
+"""A layout, and the arguments that training would have in it."""
 
 
-def candidate_of(args: Namespace, gpus: int) -> Candidate:
+def layout_of(args: Namespace, gpus: int) -> Layout:
     """Return the layout that the arguments themselves ask for.
 
-    Raises UserError where the GPUs or the global batch do not divide.
+    Raises UserError where the data-parallel ranks or the global batch do not divide.
     """
-    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if gpus % ranks:
-        raise UserError(
-            f"--gpus {gpus} is not divisible by --tensor-model-parallel-size x "
-            f"--pipeline-model-parallel-size {ranks}"
-        )
-    data, expert = gpus // ranks, args.expert_model_parallel_size
-    if data % expert:
-        raise UserError(
-            f"--expert-model-parallel-size {expert}: {data} data-parallel ranks are no multiple"
-        )
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    data, expert = gpus // (tensor * pipeline), args.expert_model_parallel_size
+    require(
+        data % expert == 0,
+        f"--expert-model-parallel-size {expert}: {data} data-parallel ranks are no multiple",
+    )
     step = data * args.micro_batch_size
     batch = args.global_batch_size or step
-    if batch % step:
-        raise UserError(
-            f"--global-batch-size {batch} is not divisible by --micro-batch-size "
-            f"{args.micro_batch_size} x {data} data-parallel ranks"
-        )
+    require(
+        batch % step == 0,
+        f"--global-batch-size {batch} is not divisible by --micro-batch-size "
+        f"{args.micro_batch_size} x {data} data-parallel ranks",
+    )
     chunks = model_chunks(args)
-    layout = Layout(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size or 1, data, expert, args.micro_batch_size,
-        batch // step, _recomputed(args, max(chunks)), chunks,
+    # "selective" recomputes only attention, which keeps no scores here: as if nothing were.
+    recomputed = 0
+    if args.recompute_granularity == "full":
+        uniform = args.recompute_method == "uniform"
+        recomputed = max(chunks) if uniform else min(max(chunks), args.recompute_num_layers)
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+    return Layout(
+        tensor, pipeline, virtual, data, expert, args.micro_batch_size, batch // step, recomputed,
+        chunks,
     )  # fmt: skip
-    return Candidate(layout, args)
-
-
-def _recomputed(args: Namespace, layers: int) -> int:
-    # "selective" recomputes attention alone, which keeps no scores here: as if nothing were.
-    if args.recompute_granularity != "full":
-        return 0
-    return layers if args.recompute_method == "uniform" else min(layers, args.recompute_num_layers)
 
 
 def candidates(
     training: TrainingArguments, gpus: int, gpus_per_node: int, interleaved: bool = True
-) -> Iterator[Candidate | str]:
-    """Yield every layout to try, in place of the arguments' own; a text where training refuses one.
+) -> tuple[list[Candidate], list[str]]:
+    """Return every layout to try in place of the arguments' own, and why training refuses others.
 
     Tensor parallelism stays within a node, sequence parallelism goes with it, data parallelism
     shards the optimizer. ``interleaved``: try several model chunks on a rank, too.
     """
-    training.remove(*_OF_A_LAYOUT, "--micro-batch-size", "--global-batch-size")
+    training.remove(*_OF_A_LAYOUT)
     training.join_pattern()
     args = training.parse(gpus, ["--micro-batch-size", "1"])
     require(
@@ -153,19 +144,24 @@ def candidates(
         f"--num-layers {args.num_layers}: layouts of at most {_MOST_LAYERS} are searched; "
         "--as-given plans one layout",
     )
-    for bare in _ranks(args, gpus, gpus_per_node, interleaved):
+    tried: list[Candidate] = []
+    refusals = []
+    for ranks in _divided_gpus(args, gpus, gpus_per_node, interleaved):
         try:
-            parsed = training.parse(gpus, bare.arguments(args.hybrid_layer_pattern))
+            parsed = training.parse(gpus, ranks.arguments(args.hybrid_layer_pattern))
             check_plannable(parsed)
         except UserError as error:
-            yield str(error)
-            continue
-        parsed.global_batch_size = training.flags.global_batch_size
-        yield from _batches(parsed, bare)
+            refusals.append(str(error))
+        else:
+            parsed.global_batch_size = training.flags.global_batch_size
+            tried += _batches(parsed, ranks)
+    return tried, refusals
 
 
-def _ranks(args: Namespace, gpus: int, gpus_per_node: int, interleaved: bool) -> Iterator[Layout]:
-    """Yield every division of the GPUs, one sequence a microbatch, without recomputation."""
+def _divided_gpus(
+    args: Namespace, gpus: int, gpus_per_node: int, interleaved: bool
+) -> Iterator[Layout]:
+    """Yield every division of the GPUs, with microbatches of one sequence, none recomputed."""
     interleaved = interleaved and args.hybrid_layer_pattern is None
     experts = _powers(gpus) if args.num_experts is not None else [1]
     for tensor in _powers(min(gpus, gpus_per_node)):
@@ -179,29 +175,29 @@ def _ranks(args: Namespace, gpus: int, gpus_per_node: int, interleaved: bool) ->
                     yield Layout(tensor, pipeline, virtual, data, expert, 1, 1, 0, chunks)
 
 
-def _batches(parsed: Namespace, bare: Layout) -> Iterator[Candidate]:
+def _batches(parsed: Namespace, ranks: Layout) -> Iterator[Candidate]:
     """Yield the same ranks with every size of a microbatch and every extent of recomputation."""
-    whole = parsed.global_batch_size or bare.data * _MOST_IN_A_BATCH
-    shares = {1.0} if bare.virtual > 1 else {1.0, *_PARTLY}
-    if parsed.hybrid_layer_pattern is not None:
-        shares = set()
-    extents = {0, *(max(1, round(share * max(bare.chunks))) for share in shares)}
-    for size in _powers(_MOST_IN_A_BATCH):
-        microbatches = whole // (bare.data * size)
+    batch = parsed.global_batch_size or ranks.data * _LARGEST_BATCH
+    extents = {0}
+    if parsed.hybrid_layer_pattern is None:
+        shares = [1.0] if ranks.virtual > 1 else [1.0, *_PARTLY]
+        extents |= {max(1, round(share * max(ranks.chunks))) for share in shares}
+    for size in _powers(_LARGEST_BATCH):
+        microbatches, rest = divmod(batch, ranks.data * size)
         # Interleaved stages take their microbatches in groups of as many as there are stages.
-        if whole % (bare.data * size) or (bare.virtual > 1 and microbatches < bare.pipeline):
+        if rest or (ranks.virtual > 1 and microbatches < ranks.pipeline):
             continue
+        changed = {"micro_batch_size": size, "global_batch_size": batch}
+        args = Namespace(**vars(parsed) | changed)
         for recomputed in sorted(extents):
-            layout = bare._replace(
-                micro_batch=size, microbatches=microbatches, recomputed=recomputed
+            yield (
+                ranks._replace(micro_batch=size, microbatches=microbatches, recomputed=recomputed),
+                args,
             )
-            copied = Namespace(**vars(parsed))
-            copied.micro_batch_size, copied.global_batch_size = size, whole
-            yield Candidate(layout, copied)
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << n for n in range(most.bit_length())]
+def _powers(limit: int) -> list[int]:
+    return [1 << n for n in range(limit.bit_length())]
 
 
 def model_chunks(args: Namespace) -> tuple[int, ...]:
@@ -211,29 +207,23 @@ def model_chunks(args: Namespace) -> tuple[int, ...]:
         UserError: the arguments do not divide the layers.
     """
     pipeline, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    numbers = range(virtual) if virtual else [None]
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    numbers = range(virtual) if virtual else [None]
+    order = [(number, stage) for number in numbers for stage in range(pipeline)]
     if "|" in (args.hybrid_layer_pattern or ""):
         return tuple(map(len, args.hybrid_layer_pattern.split("|")))
     with one_line_errors():
         if args.pipeline_model_parallel_layout:
-            layout = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, pipeline)
-            layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
-            return tuple(
-                layout.layout[stage][number or 0].count(LayerType.decoder)
-                for number in numbers
-                for stage in range(pipeline)
-            )
+            given = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, pipeline)
+            given.validate_layer_layout(args.num_layers, args.mtp_num_layers)
+            blocks = given.layout
+            return tuple(blocks[stage][n or 0].count(LayerType.decoder) for n, stage in order)
         config = Namespace(
             **vars(args),
             num_layers_in_first_pipeline_stage=first,
             num_layers_in_last_pipeline_stage=last,
         )
-        chunks = tuple(
-            get_num_layers_to_build(config, number, stage)
-            for number in numbers
-            for stage in range(pipeline)
-        )
+        chunks = tuple(get_num_layers_to_build(config, number, stage) for number, stage in order)
     require(
         sum(chunks) == args.num_layers and min(chunks) >= 0 and 0 not in (first, last),
         f"--decoder-first-pipeline-num-layers {first}, --decoder-last-pipeline-num-layers {last}: "

@@ -1,14 +1,32 @@
-"""Memory of one rank: what stays, what forward keeps, and the moment at which most is allocated."""
+"""Memory of one rank: what stays, what forward keeps for backward, and the peak of a step.
+
+What forward keeps follows the table of arXiv 2205.05198 with other entries: attention keeps no
+scores, RoPE nothing of a query, the activation only its input, a quantized linear layer codes and
+scales of its input. The tests count what autograd saves.
+"""
 
 from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_lowbit.planning import compute
-from megatron_lowbit.planning.activation_memory import activation_bytes, quantized_weight_bytes
+from megatron_lowbit.planning.compute import gradient_bytes, weight_gradient_bytes
+from megatron_lowbit.planning.device import BF16, EXACT, FP32, Device, operand_bytes
+from megatron_lowbit.planning.hardware import SCANS
 from megatron_lowbit.planning.layouts import Layout
-from megatron_lowbit.planning.model import Linear, Parameters, Part
-from megatron_lowbit.planning.routing import takes_values
+from megatron_lowbit.planning.model import (
+    CONVOLUTION,
+    Linear,
+    Parameters,
+    Part,
+    is_gated,
+    local_tokens,
+    mixer,
+    query_groups,
+    tokens_of,
+)
+
+_SCAN_CHUNK = 128
+"""Tokens that torch's scan takes together: megatron-core's default."""
 
 
 class Memory(NamedTuple):
@@ -23,12 +41,7 @@ class Memory(NamedTuple):
         return sum(self.parts.values())
 
 
-def usable_bytes(device: compute.Device) -> float:
-    """Return the bytes of a GPU's memory that torch's tensors may fill."""
-    return (device.gpu["memory_gib"] - device.gpu["reserve_gib"]) * 2**30
-
-
-def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float]:
+def state(args: Namespace, count: Parameters) -> dict[str, float]:
     """Return bytes of weights, gradients and optimizer: 18 per parameter, 12 of them sharded.
 
     Each parameter is BF16 (megatron-core's Float16Module), with an FP32 main parameter and two
@@ -37,19 +50,15 @@ def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float
     """
     each = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     each += args.main_params_dtype.itemsize
-    if args.use_precision_aware_optimizer and args.main_params_dtype.itemsize == compute.FP32:
-        each -= 0 if args.quantized_param_gather else compute.BF16
-    optimizer = 0.0
-    for number, ranks in (
-        (count.all - count.experts, layout.data),
-        (count.experts, layout.data // layout.expert),
-    ):
-        shards = ranks if args.use_distributed_optimizer else 1
-        optimizer += each * number / shards
+    if args.use_precision_aware_optimizer and args.main_params_dtype.itemsize == FP32:
+        each -= 0 if args.quantized_param_gather else BF16
+    shards = args.data_parallel_size if args.use_distributed_optimizer else 1
+    shards_of_experts = max(1, shards // args.expert_model_parallel_size)
+    held = (count.all - count.experts) / shards + count.experts / shards_of_experts
     return {
-        "weights": compute.BF16 * count.all,
-        "main gradients": compute.gradient_bytes(args) * count.all,
-        "optimizer": optimizer,
+        "weights": BF16 * count.all,
+        "main gradients": gradient_bytes(args) * count.all,
+        "optimizer": each * held,
     }
 
 
@@ -60,15 +69,15 @@ def stores_codes(args: Namespace, linear: Linear) -> bool:
     return bool(args.quantized_param_gather) and stored
 
 
-def saved_parameter_bytes(args: Namespace, parts: Counter[Part], tensor: int) -> float:
+def saved_parameter_bytes(args: Namespace, parts: Counter[Part]) -> float:
     """Return the bytes by which a rank's weights are smaller as codes, where they are sent so."""
     saved = 0.0
     for part, number in parts.items():
-        for linear in part[1:]:
-            if stores_codes(args, linear) and linear.precision.weight_in_one_set:
-                quantizer = linear.precision.fprop.rhs
-                each = compute.BF16 - quantizer.format.bits_per_element / 8 if quantizer else 0.0
-                saved += number * compute.experts_of(args, part) * each * linear.elements(tensor)
+        for linear in part.linears:
+            quantizer = linear.precision.fprop.rhs
+            if quantizer and stores_codes(args, linear) and linear.precision.weight_in_one_set:
+                each = BF16 - quantizer.format.bits_per_element / 8
+                saved += number * part.experts * each * linear.weights
     return saved
 
 
@@ -86,86 +95,211 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 def rank_memory(
     args: Namespace, parts: Counter[Part], count: Parameters, layout: Layout, stage: int,
-    vocabulary: int, device: compute.Device,
+    vocabulary: int, device: Device,
 ) -> Memory:  # fmt: skip
     """Estimate the peak of a rank in one pipeline stage; ``vocabulary`` is padded."""
-    tokens, tensor = layout.micro_batch * args.seq_length, layout.tensor
-    held = Counter(state(args, count, layout))
+    held = Counter(state(args, count))
     if not device.accumulate:
         held = Counter(weights=held["weights"])
-    microbatch: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
     for part, number in parts.items():
-        times = compute.experts_of(args, part)
-        for linear in part[1:]:
-            as_values = takes_values(device.gemm(linear.precision, "fprop"))
+        for linear in part.linears:
+            times = number * part.experts
             stored = stores_codes(args, linear)
-            step, each = quantized_weight_bytes(linear, tensor, as_values, stored)
-            if stored:
-                held["weights"] -= number * times * compute.BF16 * linear.elements(tensor)
-            held["quantized weights"] += number * times * step
-            microbatch["quantized weights"] += number * times * each
-        for name, size in activation_bytes(args, part, tokens, device.scan).items():
-            microbatch[name] += number * size
-    local = tokens // tensor if args.sequence_parallel else tokens
-    stream = local * args.hidden_size * compute.BF16
-    share = layout.recomputed_share(stage)
-    again: Counter[str] = Counter()
-    if share:
+            is_exact = device.gemm(linear.precision, "fprop") == EXACT
+            step, microbatch = quantized_weight_bytes(linear, is_exact, stored)
+            held["weights"] -= times * BF16 * linear.weights * stored
+            held["quantized weights"] += times * step
+            kept["quantized weights"] += times * microbatch
+        for name, size in activation_bytes(args, part, device.scan).items():
+            kept[name] += number * size
+    stream = local_tokens(args) * args.hidden_size * BF16
+    recomputed: Counter[str] = Counter()
+    if share := layout.recomputed_share(stage):
         # The layers that are recomputed keep their input; one of them at a time all the rest.
-        again = Counter({name: size / layout.layers(stage) for name, size in microbatch.items()})
-        microbatch = Counter({name: size * (1 - share) for name, size in microbatch.items()})
-        microbatch["recomputed layers' inputs"] = layout.recomputed_layers(stage) * stream
+        recomputed = Counter({name: size / layout.layers(stage) for name, size in kept.items()})
+        kept = Counter({name: size * (1 - share) for name, size in kept.items()})
+        kept["recomputed layers' inputs"] = layout.recomputed_layers(stage) * stream
     copies = in_flight(layout, stage)
-    held_by_all = Counter({name: copies * size for name, size in microbatch.items()})
+    for name, size in kept.items():
+        held[name] += copies * size
     moments = {
-        "backward of a layer": held + held_by_all + again + _layer_backward(args, parts, device),
+        "backward of a layer": held + recomputed + _backward_of_a_layer(args, parts, device),
     }
     if stage == layout.pipeline - 1:
-        columns = vocabulary // tensor
-        # The final norm's input and output.
-        # Cross-entropy, fused or not, copies BF16 logits to FP32, and back in the backward pass.
-        head = Counter({"logits": tokens * columns * (compute.BF16 + compute.FP32)})
-        head["working memory"] = 2 * stream
-        moments["loss"] = held + held_by_all + head
-        # The gradients of the logits, of the norm's output and of the table.
-        head = Counter({"logits": tokens * columns * compute.BF16})
-        head["working memory"] = 3 * stream + columns * args.hidden_size * compute.BF16
-        moments["backward of the output layer"] = held + held_by_all + head
+        columns = vocabulary // args.tensor_model_parallel_size
+        logits = tokens_of(args) * columns
+        table = columns * args.hidden_size * BF16
+        # Cross-entropy, fused or not, copies BF16 logits to FP32, and back in the backward pass;
+        # with them are the final norm's input and output, then the gradients of that norm's output
+        # and of the table.
+        loss = Counter({"logits": logits * (BF16 + FP32), "working memory": 2 * stream})
+        backward = Counter({"logits": logits * BF16, "working memory": 3 * stream + table})
+        moments |= {"loss": held + loss, "backward of the output layer": held + backward}
     moment = max(moments, key=lambda name: moments[name].total())
     return Memory(dict(moments[moment]), moment)
 
 
-def _layer_backward(args: Namespace, parts: Counter[Part], device: compute.Device) -> Counter[str]:
-    """Return the bytes that backward needs beside what forward kept, in the largest part.
+def _backward_of_a_layer(args: Namespace, parts: Counter[Part], device: Device) -> Counter[str]:
+    """Return the bytes that backward needs in addition to what forward kept, in the largest part.
 
     Its first linear layer holds gradients of output, input and weight, and quantized operands; what
     the part kept behind that layer is free again.
     """
-    tokens, tensor = args.micro_batch_size * args.seq_length, args.tensor_model_parallel_size
-    most = 0.0
+    largest = 0.0
     for part in parts:
-        rows = tokens * args.moe_router_topk if part.kind == "experts" else tokens
-        needed = _linear_backward(args, part.first, rows, device)
-        keeps = activation_bytes(args, part, tokens, device.scan)
-        behind = keeps.get("activation", 0.0) + keeps.get("scan", 0.0)
+        rows = tokens_of(args) * part.topk
+        kept = activation_bytes(args, part, device.scan)
+        free = kept["activation"] + kept["scan"]
         # In front of it, the activation's gradient and its input's are there at once.
-        wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]
-        before = rows * (wide + inner) * compute.BF16
-        most = max(most, needed - behind, before)
-    stream = tokens * args.hidden_size * compute.BF16
-    split = tensor if args.sequence_parallel else 1
-    return Counter({"working memory": most + 2 * stream / split})
+        in_front = rows * (part.first.outputs + part.second.inputs) * BF16
+        largest = max(largest, _linear_backward(args, part.first, rows, device) - free, in_front)
+    stream = local_tokens(args) * args.hidden_size * BF16
+    return Counter({"working memory": largest + 2 * stream})
 
 
-def _linear_backward(args: Namespace, linear: Linear, rows: int, device: compute.Device) -> float:
-    inputs, outputs = linear.split(args.tensor_model_parallel_size)
-    found = rows * (outputs + inputs) * compute.BF16
-    weight = inputs * outputs
-    quantized = linear.precision.quantized
+def _linear_backward(args: Namespace, linear: Linear, rows: int, device: Device) -> float:
+    precision = linear.precision
+    needed = rows * (linear.outputs + linear.inputs) * BF16
     # Autograd gets an empty BF16 gradient in the place of one that is already added.
-    found += weight * (compute.weight_gradient_bytes(args, linear, device) or compute.BF16)
-    if quantized:
-        for gemm, size in (("dgrad", rows * outputs), ("wgrad", rows * outputs), ("dgrad", weight)):
-            name = device.gemm(linear.precision, gemm)
-            found += size * (compute.BF16 if takes_values(name) else 1)
-    return found
+    needed += linear.weights * (weight_gradient_bytes(args, linear, device) or BF16)
+    if precision.quantized:
+        gradient = rows * linear.outputs
+        needed += (gradient + linear.weights) * operand_bytes(device.gemm(precision, "dgrad"))
+        needed += gradient * operand_bytes(device.gemm(precision, "wgrad"))
+    return needed
+
+
+def quantized_weight_bytes(
+    linear: Linear, is_exact: bool, stored: bool = False
+) -> tuple[float, float]:
+    """Return bytes of a layer's quantized weight that are kept for a step, and for each microbatch.
+
+    A cached weight is quantized once, for fprop and dgrad. They share the codes where both take
+    square blocks as ``is_exact`` BF16 numbers, where dgrad takes fprop's values, and where codes
+    are ``stored`` in place of the weight; GEMMs of codes need them a second time, transposed.
+    """
+    precision = linear.precision
+    fprop, dgrad = (
+        linear.weights * quantizer.format.bits_per_element / 8 if quantizer else 0.0
+        for quantizer in (precision.fprop.rhs, precision.dgrad.rhs)
+    )
+    if not precision.caches_weight:
+        return 0.0, dgrad if precision.weight_serves_dgrad else 0.0
+    if precision.weight_serves_dgrad:
+        is_shared = is_exact or stored
+    else:
+        is_shared = precision.dgrad.rhs_of_fprop
+    return fprop if is_shared else fprop + dgrad, 0.0
+
+
+def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Counter[str]:
+    """Return the bytes, by what they are of, that one part keeps of a microbatch on one rank.
+
+    ``scan`` is one of ``SCANS``.
+    """
+    tokens, local = tokens_of(args), local_tokens(args)
+    rows = tokens * part.topk
+    # A norm keeps its input, and one or two FP32 numbers per token.
+    numbers = 2 if args.normalization == "LayerNorm" else 1
+    kept: Counter[str] = Counter(norms=local * (args.hidden_size * BF16 + 4 * numbers))
+    if part.kind == "experts":
+        # The router's input and, for each choice, index, weight and place of the token.
+        kept["routing"] = local * args.hidden_size * BF16 + rows * 40
+        kept["linear inputs"] = _saved_input(part.first, rows)
+    else:
+        kept["linear inputs"] = _saved_input(part.first, local, args.sequence_parallel)
+    if part.kind == "attention":
+        kept["attention"] = _attention(args, tokens)
+    elif part.kind == "mamba":
+        kept["scan"] = _scan(args, tokens, scan)
+    else:
+        kept["activation"] = _activation(args, part, rows)
+    if not _reuses_input(args, part):
+        kept["linear inputs"] += _saved_input(part.second, rows)
+    if args.hidden_dropout > 0 and part.kind != "mamba":
+        kept["dropout masks"] = local * args.hidden_size
+    return kept
+
+
+def _saved_input(linear: Linear, tokens: int, split: bool = False) -> float:
+    """Return the bytes of a linear layer's input; ``split``: over ranks, which may gather codes."""
+    size = _bytes_of_codes(linear)
+    if size is None or (split and not linear.precision.gathers_codes("wgrad", tokens)):
+        size = BF16
+    return tokens * linear.inputs * size
+
+
+def _bytes_of_codes(linear: Linear) -> float | None:
+    """Return the saved bytes per element of wgrad's input; None where the input itself is saved."""
+    quantizer = linear.precision.quantizer("wgrad", "input")
+    if quantizer is None or linear.precision.wgrad.fallback:
+        return None
+    return quantizer.format.bits_per_element / 8
+
+
+def _reuses_input(args: Namespace, part: Part) -> bool:
+    """Return True if the second layer keeps no input of its own: it is what attention keeps.
+
+    A Transformer Engine layer quantizes it again for wgrad, unless attention is recomputed.
+    """
+    if part.kind != "attention":
+        return False
+    # Megatron-LM recomputes attention where no module is named.
+    modules = args.recompute_modules or ["core_attn"]
+    recomputed = args.recompute_granularity == "selective" and "core_attn" in modules
+    again = args.transformer_impl == "transformer_engine" and not recomputed
+    return again or _bytes_of_codes(part.second) is None
+
+
+def _attention(args: Namespace, tokens: int) -> float:
+    """Return the bytes that attention itself keeps.
+
+    Flash and fused attention keep query, key, value and output, and each head's sum of
+    exponentials. Local layers also keep the scores and their mask, and keys and values once for
+    each query head.
+    """
+    tensor = args.tensor_model_parallel_size
+    heads, groups = args.num_attention_heads // tensor, query_groups(args) // tensor
+    if args.transformer_impl == "local":
+        numbers = 4 * heads * args.kv_channels + heads * args.seq_length
+        return float(tokens * numbers * BF16 + args.seq_length**2)
+    return float(tokens * (2 * (heads + groups) * args.kv_channels * BF16 + 4 * heads))
+
+
+def _activation(args: Namespace, part: Part, rows: int) -> float:
+    """Return the bytes of the activation's input; squared ReLU, unfused, keeps its ReLU instead.
+
+    Gated GELU is not fused: both factors are tensors of their own in addition.
+    """
+    size = 1 if args.activation_func_fp8_input_store else BF16
+    outputs, inputs = part.first.outputs, part.second.inputs
+    if part.kind == "experts":
+        # Fused, the token's weight goes with it; unfused it multiplies the activation.
+        fused = args.swiglu and not args.add_bias_linear
+        return rows * ((outputs if fused else outputs + inputs) * size + 4)
+    if is_gated(args):
+        return rows * (outputs if args.swiglu else outputs + 2 * inputs) * size
+    return rows * inputs * size
+
+
+def _scan(args: Namespace, tokens: int, scan: str) -> float:
+    """Return the bytes that convolution, scan and gated norm keep, by which scan runs.
+
+    mamba-ssm 2.2 fused with its convolution keeps the output of in_proj and the ungated output; its
+    scan alone copies of its inputs and the sums of log decays; torch's every FP32 tensor.
+    """
+    heads, inner, convolved = mixer(args)
+    states = args.mamba_state_dim
+    normed = inner * BF16 + 4 * args.mamba_num_groups / args.tensor_model_parallel_size
+    if scan == "mamba-ssm":
+        return tokens * ((2 * inner + convolved + heads) * BF16 + normed)
+    padding = 1 + (CONVOLUTION - 1) / args.seq_length
+    convolution = convolved * (padding + 1) * BF16
+    if scan == "mamba-ssm-scan":
+        copies = (convolved + inner + heads) * BF16  # x, B, C; z; dt
+        return tokens * (convolution + copies + inner * BF16 + 4 * heads + normed)
+    chunk = min(_SCAN_CHUNK, args.seq_length)
+    numbers = 9 * inner + 6 * heads * states + 3 * heads * chunk + 3 * heads
+    numbers += 2 * inner * states / chunk  # the states of each chunk, in and out
+    return tokens * (convolution + 4 * numbers)

@@ -1,7 +1,8 @@
 """Parts of a model, with two linear layers each, and its parameters, from training's arguments.
 
-A GPT's layer is an attention and an MLP (or experts), a hybrid's block one part. Sizes are of the
-whole layer; ``tensor`` ranks divide a first layer's outputs and a second layer's inputs.
+A GPT layer is an attention and an MLP (or experts), a block of a hybrid one part. Sizes are those
+on one tensor-parallel rank, which has its share of a first linear layer's outputs and of a second
+one's inputs.
 """
 
 from argparse import Namespace
@@ -17,180 +18,53 @@ CONVOLUTION = 4
 _EXPANSION = 2
 """Inner over hidden size of megatron-core's mixer, where the number of heads is not given."""
 BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
-"""Blocks of a hybrid that plans know, by their symbols in ``--hybrid-layer-pattern``."""
+"""Blocks of a hybrid that the planner models, by their symbols in ``--hybrid-layer-pattern``."""
+_EXPERT = "mlp.experts.local_experts.0"
 _PATHS = {
     "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
-    "experts": (
-        "mlp.experts.local_experts.0.linear_fc1",
-        "mlp.experts.local_experts.0.linear_fc2",
-    ),
+    "experts": (f"{_EXPERT}.linear_fc1", f"{_EXPERT}.linear_fc2"),
     "mamba": ("mixer.in_proj", "mixer.out_proj"),
 }
 
 
 class Linear(NamedTuple):
-    """A linear layer: its sizes, its place in tensor parallelism, how it computes.
-
-    ``column``: its outputs are split over the ranks, else its inputs.
-    """
+    """A linear layer on one rank: its sizes and how it computes."""
 
     inputs: int
     outputs: int
-    column: bool
     precision: LinearPrecision = HIGH_PRECISION
 
-    def split(self, tensor: int) -> tuple[int, int]:
-        """Return inputs and outputs on one rank."""
-        if self.column:
-            return self.inputs, self.outputs // tensor
-        return self.inputs // tensor, self.outputs
-
-    def elements(self, tensor: int) -> int:
-        """Return the number of weights on one rank."""
-        return self.inputs * self.outputs // tensor
+    @property
+    def weights(self) -> int:
+        """Elements of the weight."""
+        return self.inputs * self.outputs
 
 
 class Part(NamedTuple):
-    """An attention, an MLP, a layer of experts or a Mamba-2 mixer, with the norm before it."""
+    """An attention, an MLP, a layer of experts or a Mamba-2 mixer, with the norm before it.
+
+    ``experts`` run one after another on a rank; each token chooses ``topk`` of all.
+    """
 
     kind: str
     first: Linear
     second: Linear
+    experts: int = 1
+    topk: int = 1
+
+    @property
+    def linears(self) -> tuple[Linear, Linear]:
+        """Both linear layers; of experts, those of each."""
+        return self.first, self.second
 
 
 class Mixer(NamedTuple):
-    """Sizes of a Mamba-2 mixer: heads, their channels together, and the width of B and C."""
+    """Sizes of a Mamba-2 mixer on one rank: heads, their channels, those of the convolution."""
 
     heads: int
     inner: int
-    states: int
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution: x, B and C."""
-        return self.inner + self.states
-
-
-def mixer(args: Namespace) -> Mixer:
-    """Return the sizes of the model's Mamba-2 mixers."""
-    heads = args.mamba_num_heads or _EXPANSION * args.hidden_size // args.mamba_head_dim
-    states = 2 * args.mamba_num_groups * args.mamba_state_dim
-    return Mixer(heads, heads * args.mamba_head_dim, states)
-
-
-def stages(
-    args: Namespace, recipe: Recipe, pipeline: int = 1, chunks: Sequence[int] = ()
-) -> list[Counter[Part]]:
-    """Count the parts of each kind that the ranks of each pipeline stage have.
-
-    Equal stages are the same object.
-
-    Args:
-        args: training's arguments.
-        recipe: precision of the linear layers.
-        pipeline: number of stages.
-        chunks: layers of each model chunk (default: one chunk for each stage, all equal).
-    """
-    chunks = chunks or [args.num_layers // pipeline] * pipeline
-    stage = [chunk % pipeline for chunk, size in enumerate(chunks) for _ in range(size)]
-    found: list[Counter[Part]] = [Counter() for _ in range(pipeline)]
-    for block, kind in _kinds(args):
-        found[stage[block]][_part(args, recipe, kind, block)] += 1
-    return [found[found.index(parts)] for parts in found]
-
-
-def layers(args: Namespace) -> list[Layer]:
-    """Return the linear layers as a recipe's rules see them; of each layer's experts the first."""
-    return [
-        Layer(f"decoder.layers.{block}.{name}", block, args.num_layers)
-        for block, kind in _kinds(args)
-        for name in _PATHS[kind]
-    ]
-
-
-def is_gated(args: Namespace) -> bool:
-    """Return True if half of an MLP's first layer gates the other half."""
-    return bool(args.swiglu or args.quick_geglu or args.geglu)
-
-
-def query_groups(args: Namespace) -> int:
-    """Return the number of key and value heads of an attention."""
-    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
-
-
-def check_plannable(args: Namespace) -> None:
-    """Raise UserError for a model or a layout that plans do not describe."""
-    unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
-    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    require(
-        args.num_experts is not None or "E" not in (args.hybrid_layer_pattern or ""),
-        f"--hybrid-layer-pattern {args.hybrid_layer_pattern}: E needs --num-experts",
-    )
-    tensor, heads, groups = (
-        args.tensor_model_parallel_size, args.num_attention_heads, query_groups(args)
-    )  # fmt: skip
-    require(
-        heads % tensor == 0 and groups % tensor == 0,
-        f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads} and "
-        f"--num-query-groups {groups}",
-    )
-    for what, found in (
-        ("--multi-latent-attention", args.multi_latent_attention),
-        ("--experimental-attention-variant", args.experimental_attention_variant),
-        ("--mtp-num-layers", args.mtp_num_layers),
-        ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size),
-        ("--moe-latent-size", args.moe_latent_size),
-        ("--context-parallel-size", args.context_parallel_size > 1),
-        ("--expert-tensor-parallel-size", expert_tensor != args.tensor_model_parallel_size),
-        ("a heterogeneous model", args.heterogeneous_layers_config_path),
-        ("fully sharded data parallelism", args.use_megatron_fsdp or args.use_torch_fsdp2),
-        (f"{', '.join(unknown)} in --hybrid-layer-pattern", unknown),
-    ):
-        require(not found, f"{what}: plans of memory and time do not cover it")
-
-
-def _kinds(args: Namespace) -> Iterator[tuple[int, str]]:
-    """Return block number and kind of every part, in order."""
-    if args.hybrid_layer_pattern is not None:
-        symbols = args.hybrid_layer_pattern.replace("|", "")
-        yield from enumerate(BLOCKS[symbol] for symbol in symbols)
-        return
-    for block in range(args.num_layers):
-        yield block, "attention"
-        yield block, "experts" if _has_experts(args, block) else "mlp"
-
-
-def _has_experts(args: Namespace, block: int) -> bool:
-    if args.num_experts is None:
-        return False
-    frequency = args.moe_layer_freq
-    return bool(frequency[block] if isinstance(frequency, list) else block % frequency == 0)
-
-
-def _part(args: Namespace, recipe: Recipe, kind: str, block: int) -> Part:
-    wide, inner = _widths(args, kind)
-    paths = [f"decoder.layers.{block}.{name}" for name in _PATHS[kind]]
-    precisions = [recipe.precision_for(Layer(path, block, args.num_layers)) for path in paths]
-    return Part(
-        kind,
-        Linear(args.hidden_size, wide, True, precisions[0]),
-        Linear(inner, args.hidden_size, False, precisions[1]),
-    )
-
-
-def _widths(args: Namespace, kind: str) -> tuple[int, int]:
-    """Return outputs of a part's first linear layer and inputs of its second."""
-    if kind == "attention":
-        queries = args.num_attention_heads * args.kv_channels
-        return queries + 2 * query_groups(args) * args.kv_channels, queries
-    if kind == "mamba":
-        sizes = mixer(args)
-        return 2 * sizes.inner + sizes.states + sizes.heads, sizes.inner
-    width = args.ffn_hidden_size
-    if kind == "experts":
-        width = args.moe_ffn_hidden_size or width
-    return width * (2 if is_gated(args) else 1), width
+    convolved: int
 
 
 class Parameters(NamedTuple):
@@ -200,53 +74,168 @@ class Parameters(NamedTuple):
     experts: int
 
 
-def parameters(
-    args: Namespace, parts: Counter[Part], vocabulary: int, tensor: int, expert: int, ends: str
-) -> Parameters:
-    """Return parameters of a rank of one pipeline stage, as training counts them at its start.
+def mixer(args: Namespace) -> Mixer:
+    """Return the sizes of the model's Mamba-2 mixers; x, B and C are convolved."""
+    tensor = args.tensor_model_parallel_size
+    heads = args.mamba_num_heads or _EXPANSION * args.hidden_size // args.mamba_head_dim
+    inner = heads * args.mamba_head_dim
+    convolved = inner + 2 * args.mamba_num_groups * args.mamba_state_dim
+    return Mixer(heads // tensor, inner // tensor, convolved // tensor)
 
-    ``vocabulary`` is padded. ``ends``: which ends of the model the stage has, of "first" and "last"
-    none, one or both in a text.
+
+def stages(
+    args: Namespace, recipe: Recipe, pipeline: int = 1, chunks: Sequence[int] = ()
+) -> list[Counter[Part]]:
+    """Count the parts of each kind that the ranks of each pipeline stage have.
+
+    Equal stages are the same object. ``chunks``: layers of each model chunk (default: one chunk for
+    each stage, all equal).
+    """
+    chunks = chunks or [args.num_layers // pipeline] * pipeline
+    stage_of = [chunk % pipeline for chunk, size in enumerate(chunks) for _ in range(size)]
+    counts: list[Counter[Part]] = [Counter() for _ in range(pipeline)]
+    for block, kind in _kinds(args):
+        outputs, inputs = _widths(args, kind)
+        first, second = map(recipe.precision_for, _layers(args, block, kind))
+        part = Part(
+            kind,
+            Linear(args.hidden_size, outputs, first),
+            Linear(inputs, args.hidden_size, second),
+            args.num_experts // args.expert_model_parallel_size if kind == "experts" else 1,
+            args.moe_router_topk if kind == "experts" else 1,
+        )
+        counts[stage_of[block]][part] += 1
+    return [counts[counts.index(parts)] for parts in counts]
+
+
+def layers(args: Namespace) -> list[Layer]:
+    """Return the linear layers as a recipe's rules see them; of each layer's experts the first."""
+    return [layer for block, kind in _kinds(args) for layer in _layers(args, block, kind)]
+
+
+def _layers(args: Namespace, block: int, kind: str) -> list[Layer]:
+    return [
+        Layer(f"decoder.layers.{block}.{name}", block, args.num_layers) for name in _PATHS[kind]
+    ]
+
+
+def _kinds(args: Namespace) -> Iterator[tuple[int, str]]:
+    """Yield block number and kind of every part, in order."""
+    if args.hybrid_layer_pattern is not None:
+        symbols = args.hybrid_layer_pattern.replace("|", "")
+        yield from enumerate(BLOCKS[symbol] for symbol in symbols)
+        return
+    frequency = args.moe_layer_freq
+    for block in range(args.num_layers):
+        routed = frequency[block] if isinstance(frequency, list) else block % frequency == 0
+        yield block, "attention"
+        yield block, "experts" if args.num_experts is not None and routed else "mlp"
+
+
+def _widths(args: Namespace, kind: str) -> tuple[int, int]:
+    """Return the outputs of a part's first linear layer and the inputs of its second."""
+    if kind == "mamba":
+        sizes = mixer(args)
+        return sizes.inner + sizes.convolved + sizes.heads, sizes.inner
+    if kind == "attention":
+        inputs = args.num_attention_heads * args.kv_channels
+        outputs = inputs + 2 * query_groups(args) * args.kv_channels
+    else:
+        inputs = (kind == "experts" and args.moe_ffn_hidden_size) or args.ffn_hidden_size
+        outputs = inputs * (2 if is_gated(args) else 1)
+    tensor = args.tensor_model_parallel_size
+    return outputs // tensor, inputs // tensor
+
+
+def is_gated(args: Namespace) -> bool:
+    """Return True if half of an MLP's first layer gates the other half."""
+    return bool(args.swiglu or args.quick_geglu or args.geglu)
+
+
+def query_groups(args: Namespace) -> int:
+    """Return the number of key and value heads of an attention, on all ranks."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return int(groups)
+
+
+def tokens_of(args: Namespace) -> int:
+    """Return the tokens of a microbatch."""
+    return int(args.micro_batch_size * args.seq_length)
+
+
+def local_tokens(args: Namespace) -> int:
+    """Return the tokens whose residual stream a rank has: sequence parallelism splits them."""
+    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return tokens_of(args) // split
+
+
+def check_plannable(args: Namespace) -> None:
+    """Raise UserError for a model or a layout that the planner does not model."""
+    unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
+    tensor, heads, groups = (
+        args.tensor_model_parallel_size, args.num_attention_heads, query_groups(args)
+    )  # fmt: skip
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    require(
+        args.num_experts is not None or "E" not in (args.hybrid_layer_pattern or ""),
+        f"--hybrid-layer-pattern {args.hybrid_layer_pattern}: E needs --num-experts",
+    )
+    require(
+        heads % tensor == 0 and groups % tensor == 0,
+        f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads} and "
+        f"--num-query-groups {groups}",
+    )
+    for name, is_asked in (
+        ("--multi-latent-attention", args.multi_latent_attention),
+        ("--experimental-attention-variant", args.experimental_attention_variant),
+        ("--mtp-num-layers", args.mtp_num_layers),
+        ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size),
+        ("--moe-latent-size", args.moe_latent_size),
+        ("--context-parallel-size", args.context_parallel_size > 1),
+        ("--expert-tensor-parallel-size", expert_tensor != tensor),
+        ("a heterogeneous model", args.heterogeneous_layers_config_path),
+        ("fully sharded data parallelism", args.use_megatron_fsdp or args.use_torch_fsdp2),
+        (f"{', '.join(unknown)} in --hybrid-layer-pattern", unknown),
+    ):
+        require(not is_asked, f"{name}: plans of memory and time do not cover it")
+
+
+def parameters(
+    args: Namespace, parts: Counter[Part], vocabulary: int, first: bool = True, last: bool = True
+) -> Parameters:
+    """Return the parameters of a rank of one pipeline stage, as training counts them at its start.
+
+    ``vocabulary`` is padded. ``first`` and ``last``: the stage has that end of the model.
     """
     norm = args.hidden_size * (2 if args.normalization == "LayerNorm" else 1)
-    table = vocabulary // tensor * args.hidden_size
+    table = vocabulary // args.tensor_model_parallel_size * args.hidden_size
     total = experts = 0
-    if "first" in ends:
+    if first:
         total += table
         if args.position_embedding_type == "learned_absolute":
             total += args.max_position_embeddings * args.hidden_size
-    if "last" in ends:
+    if last:
         # Tied to the table of another stage, the output layer holds a copy of it.
-        tied_here = "first" in ends and not args.untie_embeddings_and_output_weights
+        tied_here = first and not args.untie_embeddings_and_output_weights
         total += norm + (0 if tied_here else table)
     for part, count in parts.items():
-        weights = sum(_linear_parameters(args, part, linear, tensor) for linear in part[1:])
+        # A mixer's linear layers never have biases.
+        biased = args.add_bias_linear and part.kind != "mamba"
+        biased_qkv = biased or (part.kind == "attention" and args.add_qkv_bias)
+        each = part.first.weights + part.first.outputs * biased_qkv
+        each = part.experts * (each + part.second.weights + part.second.outputs * biased)
         if part.kind == "experts":
-            weights *= args.num_experts // expert
-            experts += count * weights
-            weights += args.num_experts * (args.hidden_size + args.add_bias_linear)
+            experts += count * each
+            each += args.num_experts * (args.hidden_size + args.add_bias_linear)
         if part.kind == "attention" and args.qk_layernorm:
-            weights += 2 * norm // args.hidden_size * args.kv_channels
+            each += 2 * norm // args.hidden_size * args.kv_channels
         if part.kind == "attention" and args.softmax_type == "learnable":
-            weights += args.num_attention_heads // tensor
+            each += args.num_attention_heads // args.tensor_model_parallel_size
         if args.sandwich_norm:
-            weights += norm
+            each += norm
         if part.kind == "mamba":
-            weights += _mixer_parameters(mixer(args), tensor)
-        total += count * (norm + weights)
+            # Convolution with bias; dt_bias, A_log and D of each head; the gated norm.
+            sizes = mixer(args)
+            each += sizes.convolved * (CONVOLUTION + 1) + 3 * sizes.heads + sizes.inner
+        total += count * (norm + each)
     return Parameters(total, experts)
-
-
-def _linear_parameters(args: Namespace, part: Part, linear: Linear, tensor: int) -> int:
-    inputs, outputs = linear.split(tensor)
-    biased = args.add_bias_linear
-    if part.kind == "attention" and linear.column:
-        biased = biased or args.add_qkv_bias
-    # A mixer's linear layers never have biases.
-    return (inputs + (biased and part.kind != "mamba")) * outputs
-
-
-def _mixer_parameters(sizes: Mixer, tensor: int) -> int:
-    """Count convolution with bias; dt_bias, A_log and D of each head; the gated norm."""
-    convolution = sizes.convolved * (CONVOLUTION + 1)
-    return (convolution + 3 * sizes.heads + sizes.inner) // tensor

@@ -2,172 +2,27 @@
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.planning.communication import Cluster
-from megatron_lowbit.planning.compute import Device
+from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import Estimate, estimate
-from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.layouts import Candidate, candidate_of, candidates
-from megatron_lowbit.planning.memory import usable_bytes
+from megatron_lowbit.planning.hardware import SCANS, gpu
+from megatron_lowbit.planning.layouts import SHARDED, Candidate, candidates, layout_of
 from megatron_lowbit.planning.model import Part, check_plannable, layers, stages
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import Recipe, load_recipes
 
 MOST_GPUS = 3 << 15
 """GPUs up to which a run that does not fit is tried on more."""
-
-
-class Plan(NamedTuple):
-    """Estimates of a run under one recipe.
-
-    Attributes:
-        training: arguments of the run as given.
-        words: the same, without those of a layout if layouts were searched.
-        parts: those of the whole model.
-        found: estimates of the layouts ``tried``, in their order.
-        refused: number of rank layouts that training refuses.
-        tokens: tokens of the whole run; None if the arguments do not say it.
-    """
-
-    training: Sequence[str]
-    words: TrainingArguments
-    args: Namespace
-    recipe: Recipe
-    parts: Counter[Part]
-    vocabulary: int
-    device: Device
-    cluster: Cluster
-    tried: list[Candidate]
-    found: list[Estimate]
-    refused: int
-    tokens: float | None
-
-    @property
-    def ranked(self) -> list[Estimate]:
-        """The layouts that fit, fastest first."""
-        usable = usable_bytes(self.device)
-        fitting = [one for one in self.found if one.most_memory <= usable]
-        return sorted(fitting, key=lambda one: -one.tokens_per_second)
-
-    @property
-    def best(self) -> Estimate:
-        """The fastest layout that fits, or else the smallest."""
-        return (self.ranked or [min(self.found, key=lambda one: one.most_memory)])[0]
-
-
-def plan_run(own: Namespace, training: Sequence[str]) -> Plan:
-    """Estimate the layouts of a run under the recipe of its arguments.
-
-    Args:
-        own: arguments of ``lowbit-plan``.
-        training: arguments of the run.
-
-    Raises:
-        UserError: an argument is wrong.
-    """
-    kind, words = gpu(own.gpu), TrainingArguments(training)
-    cluster = Cluster(kind, min(own.gpus_per_node, own.gpus))
-    if own.as_given:
-        args = words.parse(own.gpus)
-        check_plannable(args)
-        tried, refused = [candidate_of(args, own.gpus)], 0
-    else:
-        tried, refused = _search(words, own.gpus, cluster.gpus_per_node)
-    args = tried[0].args if tried else words.parse(own.gpus, ["--micro-batch-size", "1"])
-    vocabulary = vocabulary_size(args)
-    recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    recipe.check_matchers(layers(args))
-    device = Device(kind, args.transformer_impl == "transformer_engine", own.scan)
-    found = plan(tried, recipe, vocabulary, device, cluster)
-    (parts,) = stages(args, recipe)
-    tokens = own.tokens or words.tokens
-    return Plan(
-        training, words, args, recipe, parts, vocabulary, device, cluster, tried, found, refused,
-        tokens,
-    )  # fmt: skip
-
-
-def plan(
-    tried: Sequence[Candidate], recipe: Recipe, vocabulary: int, device: Device, cluster: Cluster
-) -> list[Estimate]:
-    """Estimate every candidate, in their order."""
-    made: dict[tuple, list] = {}
-    found = []
-    for layout, args in tried:
-        key = layout.pipeline, layout.chunks
-        if key not in made:
-            made[key] = stages(args, recipe, *key)
-        found.append(estimate(args, made[key], layout, vocabulary, device, cluster))
-    return found
-
-
-def _search(words: TrainingArguments, gpus: int, per_node: int) -> tuple[list[Candidate], int]:
-    """Return the candidates, and how many rank layouts training refuses."""
-    tried = list(candidates(words, gpus, per_node))
-    refusals = [one for one in tried if isinstance(one, str)]
-    good = [one for one in tried if not isinstance(one, str)]
-    if refusals and not good:
-        raise UserError(f"--gpus {gpus}: no layout is possible; {refusals[0]}")
-    return good, len(refusals)
-
-
-def enough_gpus(own: Namespace, found: Plan) -> int | None:
-    """Return the smallest number of GPUs tried on which a run fits; None if none is enough.
-
-    Tried are powers of two and three times those from ``own.gpus`` on, beyond a host whole hosts.
-    """
-    words, device = TrainingArguments(found.training), found.device
-    weights = sum(
-        number * linear.elements(1) for part, number in found.parts.items() for linear in part[1:]
-    )
-    for gpus in sorted(size << power for power in range(16) for size in (1, 3)):
-        per_node = min(own.gpus_per_node, gpus)
-        # A weight has 4 bits at least, whatever the layout.
-        fits = weights / 2 <= gpus * usable_bytes(device)
-        if gpus < own.gpus or gpus % per_node or not fits:
-            continue
-        tried = [
-            one
-            for one in candidates(words, gpus, per_node, interleaved=False)
-            if not isinstance(one, str)
-            and one.layout.micro_batch == 1
-            and one.layout.recompute in ("all", "-")
-        ]
-        cluster = Cluster(device.gpu, per_node)
-        estimates = plan(tried, found.recipe, found.vocabulary, device, cluster)
-        if any(one.most_memory <= usable_bytes(device) for one in estimates):
-            return gpus
-    return None
-
-
-def vocabulary_size(args: Namespace) -> int:
-    """Return the tokenizer's size, without padding.
-
-    Raises UserError where no argument says it.
-    """
-    if args.padded_vocab_size is not None:
-        return int(args.padded_vocab_size)
-    if args.vocab_size is not None:
-        return int(args.vocab_size)
-    require(
-        args.tokenizer_model is not None,
-        "--vocab-size is missing: give the tokenizer's size, or the tokenizer by --tokenizer-model",
-    )
-    from megatron_lowbit.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(args.tokenizer_type, args.tokenizer_model, None).vocab_size
-
-
 _CHANGES = (
     ("--moe-grouped-gemm",),
     ("--cuda-graph-impl", "local", "--eval-precision", "recipe"),
     ("--cross-entropy-loss-fusion",),
     ("--grad-reduce-in-bf16",),
     ("--quantized-param-gather",),
-    ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    SHARDED,
     ("--sequence-parallel",),
     ("--transformer-impl", "transformer_engine"),
 )
@@ -177,34 +32,171 @@ _NEARLY = 1.3
 """Memory, of what a GPU has, of layouts that an argument may make fit."""
 
 
-def layout_arguments(found: Plan, one: Estimate) -> list[str]:
-    """Return the training arguments that ask for a layout and its batch."""
-    batch = str(one.tokens // found.args.seq_length)
-    return [
-        *one.layout.arguments(found.args.hybrid_layer_pattern), "--global-batch-size", batch,
-    ]  # fmt: skip
+class Plan(NamedTuple):
+    """Estimates of a run under one recipe.
+
+    Attributes:
+        training: arguments of the run, without those of a layout if layouts were searched.
+        gpus: all of them.
+        as_given: only the layout of the arguments was planned.
+        args: arguments of the run on one GPU.
+        parts: those of the whole model, on one GPU.
+        vocabulary: the tokenizer's size, without padding.
+        estimates: of every layout.
+        refused: number of divisions of the GPUs that training refuses.
+        tokens: tokens of the whole run; None if the arguments do not say it.
+    """
+
+    training: TrainingArguments
+    gpus: int
+    as_given: bool
+    args: Namespace
+    recipe: Recipe
+    parts: Counter[Part]
+    vocabulary: int
+    device: Device
+    estimates: list[Estimate]
+    refused: int
+    tokens: float | None
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Return True if every rank of a layout has the memory."""
+        return estimate.most_memory <= self.device.usable_bytes
+
+    @property
+    def ranked(self) -> list[Estimate]:
+        """The layouts that fit, fastest first."""
+        return _fastest_first(filter(self.fits, self.estimates))
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest layout that fits, or else the smallest."""
+        return (self.ranked or [min(self.estimates, key=lambda each: each.most_memory)])[0]
+
+    def arguments(self, estimate: Estimate) -> list[str]:
+        """Return the training arguments that ask for a layout and its batch; none as given."""
+        if self.as_given:
+            return []
+        batch = str(estimate.tokens // self.args.seq_length)
+        words = estimate.layout.arguments(self.args.hybrid_layer_pattern)
+        return [*words, "--global-batch-size", batch]
 
 
-def changes(found: Plan, gpus: int, as_given: bool) -> Iterator[str]:
+def _fastest_first(estimates: Iterable[Estimate]) -> list[Estimate]:
+    return sorted(estimates, key=lambda each: -each.tokens_per_second)
+
+
+def plan_run(
+    words: Sequence[str], kind: str, gpus: int, gpus_per_node: int = 8, as_given: bool = False,
+    scan: str = SCANS[0], tokens: float | None = None,
+) -> Plan:  # fmt: skip
+    """Estimate the layouts of a run under the recipe of its arguments ``words``.
+
+    ``kind``: a name of :func:`gpu`. ``as_given``: only the layout that the arguments ask for.
+    ``tokens``: those of the whole run (default: those of the arguments). Raises UserError for an
+    argument that is wrong.
+    """
+    figures, training = gpu(kind), TrainingArguments(words)
+    if as_given:
+        args = training.parse(gpus)
+        check_plannable(args)
+        tried, refusals = [(layout_of(args, gpus), args)], []
+    else:
+        tried, refusals = candidates(training, gpus, gpus_per_node)
+        if refusals and not tried:
+            raise UserError(f"--gpus {gpus}: no layout is possible; {refusals[0]}")
+        args = tried[0][1] if tried else training.parse(gpus, ["--micro-batch-size", "1"])
+    vocabulary = vocabulary_size(args)
+    recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    recipe.check_matchers(layers(args))
+    native = args.transformer_impl == "transformer_engine"
+    device = Device(figures, native, scan, gpus_per_node=gpus_per_node)
+    estimates = plan(tried, recipe, vocabulary, device)
+    one_gpu = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
+    args = Namespace(**vars(args) | one_gpu)
+    (parts,) = stages(args, recipe)
+    return Plan(
+        training, gpus, as_given, args, recipe, parts, vocabulary, device, estimates,
+        len(refusals), tokens or training.tokens,
+    )  # fmt: skip
+
+
+def plan(
+    tried: Sequence[Candidate], recipe: Recipe, vocabulary: int, device: Device
+) -> list[Estimate]:
+    """Estimate every candidate, in their order."""
+    divided: dict[tuple[object, ...], list[Counter[Part]]] = {}
+    estimates = []
+    for layout, args in tried:
+        key = layout.tensor, layout.expert, layout.pipeline, layout.chunks
+        if key not in divided:
+            divided[key] = stages(args, recipe, layout.pipeline, layout.chunks)
+        estimates.append(estimate(layout, args, divided[key], vocabulary, device))
+    return estimates
+
+
+def vocabulary_size(args: Namespace) -> int:
+    """Return the tokenizer's size, without padding.
+
+    Raises UserError where no argument says it.
+    """
+    if size := args.padded_vocab_size or args.vocab_size:
+        return int(size)
+    require(
+        args.tokenizer_model is not None,
+        "--vocab-size is missing: give the tokenizer's size, or the tokenizer by --tokenizer-model",
+    )
+    from megatron_lowbit.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(args.tokenizer_type, args.tokenizer_model, None).vocab_size
+
+
+def enough_gpus(run: Plan) -> int | None:
+    """Return the smallest number of GPUs tried on which a run fits; None if none is enough.
+
+    Tried are powers of two and three times those from ``run.gpus`` on, beyond a host whole hosts.
+    """
+    weights = sum(
+        number * linear.weights for part, number in run.parts.items() for linear in part.linears
+    )
+    per_node = run.device.gpus_per_node
+    for gpus in sorted(size << power for power in range(16) for size in (1, 3)):
+        # A weight has 4 bits at least, whatever the layout.
+        may_fit = weights / 2 <= gpus * run.device.usable_bytes
+        if gpus < run.gpus or gpus % min(gpus, per_node) or not may_fit:
+            continue
+        tried, _ = candidates(run.training, gpus, per_node, interleaved=False)
+        smallest = [
+            (layout, args)
+            for layout, args in tried
+            if layout.micro_batch == 1 and layout.recompute in ("all", "-")
+        ]
+        if any(map(run.fits, plan(smallest, run.recipe, run.vocabulary, run.device))):
+            return gpus
+    return None
+
+
+def changes(run: Plan) -> Iterator[str]:
     """Yield a line for each argument that changes speed or memory of the best layout by a tenth.
 
     The speed is that of the fastest layout with the argument, of those that were best for their
-    numbers of ranks without it. ``as_given``: only of the layout that the training arguments name.
+    numbers of ranks without it; or of the layout as given.
     """
-    before, tried = found.best, _representatives(found)
-    more = [] if as_given else ["--micro-batch-size", "1"]
-    base = vars(found.words.parse(gpus, more))
+    before, others = run.best, _representatives(run)
+    more = [] if run.as_given else ["--micro-batch-size", "1"]
+    base = vars(run.training.parse(run.gpus, more))
     for change in _CHANGES:
         try:
-            parsed = vars(found.words.parse(gpus, [*more, *change]))
+            parsed = vars(run.training.parse(run.gpus, [*more, *change]))
         except UserError:
             continue
         new = {name: value for name, value in parsed.items() if value != base[name]}
         native = parsed["transformer_impl"] == "transformer_engine"
-        device = found.device._replace(transformer_engine=native)
-        changed = [Candidate(one.layout, Namespace(**vars(one.args) | new)) for one in tried]
-        estimates = plan(changed, found.recipe, found.vocabulary, device, found.cluster)
-        after = _fastest(found, estimates, gpus, [] if as_given else None, change) if new else None
+        device = run.device._replace(transformer_engine=native)
+        tried = [(each.layout, Namespace(**vars(each.args) | new)) for each in others]
+        estimates = plan(tried, run.recipe, run.vocabulary, device) if new else []
+        after = next((each for each in _fastest_first(estimates) if _is_taken(run, each, change)),
+                     None)  # fmt: skip
         if after is None:
             continue
         speed = after.tokens_per_second / before.tokens_per_second
@@ -217,31 +209,22 @@ def changes(found: Plan, gpus: int, as_given: bool) -> Iterator[str]:
             )
 
 
-def _representatives(found: Plan) -> list[Candidate]:
+def _representatives(run: Plan) -> list[Estimate]:
     """Return the best layout, and for each division of the ranks the fastest and a larger one."""
-    usable, best = usable_bytes(found.device), found.best
-    chosen: dict[tuple, int] = {(): found.found.index(best)}
-    order = sorted(range(len(found.found)), key=lambda i: -found.found[i].tokens_per_second)
-    for number in order:
-        one = found.found[number]
-        share = one.most_memory / usable
-        if share <= _NEARLY:
-            ranks = one.layout.tensor, one.layout.pipeline, one.layout.expert
-            chosen.setdefault((*ranks, share <= 1), number)
-    return [found.tried[number] for number in chosen.values()]
+    chosen: dict[tuple[object, ...], Estimate] = {(): run.best}
+    for each in _fastest_first(run.estimates):
+        if each.most_memory <= _NEARLY * run.device.usable_bytes:
+            ranks = each.layout.tensor, each.layout.pipeline, each.layout.expert
+            chosen.setdefault((*ranks, run.fits(each)), each)
+    return list(chosen.values())
 
 
-def _fastest(
-    found: Plan, estimates: list[Estimate], gpus: int, layout: list[str] | None, change: tuple
-) -> Estimate | None:
-    """Return the fastest that fits and that training takes with the change."""
-    usable = usable_bytes(found.device)
-    for one in sorted(estimates, key=lambda one: -one.tokens_per_second):
-        if one.most_memory <= usable:
-            asked = layout_arguments(found, one) if layout is None else layout
-            try:
-                found.words.parse(gpus, [*asked, *change])
-            except UserError:
-                continue
-            return one
-    return None
+def _is_taken(run: Plan, estimate: Estimate, change: Sequence[str]) -> bool:
+    """Return True if a layout fits and training takes it with the change."""
+    if not run.fits(estimate):
+        return False
+    try:
+        run.training.parse(run.gpus, [*run.arguments(estimate), *change])
+    except UserError:
+        return False
+    return True

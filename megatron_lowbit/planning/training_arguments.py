@@ -1,7 +1,7 @@
-"""Training's arguments of a run that another machine is to carry out, parsed once for many layouts.
+"""Training's arguments of a run on another machine, parsed once for many layouts.
 
 Megatron-LM's own parser and validation read them, as they would on that machine: nothing is adapted
-to the machine at hand, no global variable is set and no file is opened.
+to this machine, no global variable is set and no file is opened.
 """
 
 import argparse
@@ -28,8 +28,6 @@ from megatron_lowbit.errors import UserError, require
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-_FILLED = (("--lr", "1e-4"), ("--tokenizer-type", "NullTokenizer"))
-"""Arguments that training demands and that change nothing about a plan."""
 _RECIPES = Machine(capability=None, transformer_engine=False)
 """A machine without FP8 of Megatron-LM's own: its precision arguments are planned as recipes."""
 
@@ -43,6 +41,7 @@ class TrainingArguments:
         words: the command line, with ``@FILE`` or without.
 
     Attributes:
+        words: the same.
         flags: the arguments as given, before Megatron-LM derives any from others.
         given: the same as a command line, without what was removed.
         added: arguments that training demands and that were not given.
@@ -52,29 +51,27 @@ class TrainingArguments:
         parser = front_parser()
         args, self._command_line = read_command_line(parser, words)
         check_values(parser, args, self._command_line)
-        self.flags = args
+        self.words, self.flags = words, args
         self.given = deepcopy(self._command_line)
         self.remove("--dry-run", "--world-size", "--gpu")
-        self.added: list[str] = []
         # Training adds this one itself.
         if "--eval-interval" not in self._command_line:
             self._command_line.add("--eval-interval", "1")
-        for flag, value in _FILLED:
-            self._fill(flag, value)
+        demanded: list[tuple[str, ...]] = [("--lr", "1e-4"), ("--tokenizer-type", "NullTokenizer")]
         if args.train_samples is None:
-            self._fill("--train-iters", "1000")
+            demanded.append(("--train-iters", "1000"))
         if args.seq_length is not None:
-            self._fill("--max-position-embeddings", str(args.seq_length))
+            demanded.append(("--max-position-embeddings", str(args.seq_length)))
         if not args.fp16:
-            self._fill("--bf16")
+            demanded.append(("--bf16",))
+        self.added: list[str] = []
+        for flag, *values in demanded:
+            if flag not in self._command_line:
+                self._command_line.add(flag, *values)
+                self.added += [flag, *values]
         translate_precision(args, self._command_line, _RECIPES, default=("bf16",))
         self._parser = argparse.ArgumentParser(allow_abbrev=False)
         add_recipe_arguments(add_megatron_arguments(self._parser))
-
-    def _fill(self, flag: str, *values: str) -> None:
-        if flag not in self._command_line:
-            self._command_line.add(flag, *values)
-            self.added += [flag, *values]
 
     @property
     def tokens(self) -> int | None:
@@ -84,7 +81,7 @@ class TrainingArguments:
         return samples * (flags.seq_length or 0) or None
 
     def remove(self, *flags: str) -> None:
-        """Leave arguments out from now on."""
+        """Ignore arguments from now on."""
         for flag in flags:
             self._command_line.remove(flag)
             self.given.remove(flag)
@@ -116,8 +113,7 @@ def silenced() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

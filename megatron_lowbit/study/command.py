@@ -31,19 +31,72 @@ if TYPE_CHECKING:
 DEFAULT_SEEDS = (1, 2)
 """Seeds of a comparison of recipes; gaps have no standard error with less than two."""
 _MAY_BE_ZERO = ("start_up", "leave_out")
+# Imports inside the functions below are slow: the help needs none of them.
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand that the command line names."""
-    own, training = split_at_dashes(argv)
+    before, training = split_at_dashes(argv)
+    args = _parser().parse_args(before)
+    args.start(args, training)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_run(commands)
-    _add_plan(commands)
-    _add_compare(commands)
-    _add_sensitivity(commands)
-    args = parser.parse_args(own)
-    args.start(args, training)
+
+    run = commands.add_parser("run", help="run recipes or a study, then compare the runs")
+    _add_study(run)
+    run.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: no choice)")
+    run.add_argument(
+        "--minutes", type=float, help="time after which runs stop, with a checkpoint to resume from"
+    )
+    run.add_argument(
+        "--leave-out", type=float, metavar="ERRORS",
+        help="start no further seeds of a run that is so many standard errors behind the best",
+    )  # fmt: skip
+    run.add_argument("--keep-checkpoints", action="store_true", help="keep those of ended runs")
+    run.set_defaults(start=_run)
+
+    plan = commands.add_parser(
+        "plan", help="calculate the time of a study's runs, and the commands that they fit into"
+    )
+    _add_study(plan)
+    plan.add_argument("--gpu", default="h200", help="GPU as in lowbit-plan (default: h200)")
+    plan.add_argument("--count", type=int, default=1, metavar="N", help="number of GPUs")
+    plan.add_argument("--minutes", type=float, default=60, help="length of a command")
+    plan.add_argument(
+        "--start-up", type=float, default=60, metavar="SECONDS",
+        help="time until a run's first iteration (default: 60)",
+    )  # fmt: skip
+    plan.set_defaults(start=_plan)
+
+    compare = commands.add_parser(
+        "compare", help="compare runs with a baseline: losses, gaps with their noise, speed"
+    )
+    compare.add_argument(
+        "runs", nargs="+", metavar="[NAME=]RUN",
+        help="folder of a run; runs of one name are seeds, the first name is the baseline",
+    )  # fmt: skip
+    compare.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder for comparison.png and .html"
+    )
+    compare.add_argument("--title", default="Runs compared", help="title of the page")
+    compare.set_defaults(start=_compare)
+
+    sensitivity = commands.add_parser(
+        "sensitivity", help="rank a checkpoint's layers by error; write a recipe that spares them"
+    )
+    sensitivity.add_argument(
+        "--recipe", required=True, metavar="NAME_OR_FILE", help="recipe to measure"
+    )
+    sensitivity.add_argument("--batches", type=int, default=4, help="number of batches to measure")
+    sensitivity.add_argument(
+        "--keep", type=float, default=0.15, help="largest share of the weights to keep"
+    )
+    sensitivity.add_argument("--output", type=Path, metavar="FILE.yaml", help="recipe to write")
+    sensitivity.set_defaults(start=_sensitivity)
+    return parser
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
@@ -72,19 +125,28 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-once", type=int, default=1, help="number of runs on a GPU")
 
 
-def _add_run(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("run", help="run recipes or a study, then compare the runs")
-    _add_study(parser)
-    parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: no choice)")
-    parser.add_argument(
-        "--minutes", type=float, help="time after which runs stop, with a checkpoint to resume from"
+def _study_of(args: argparse.Namespace) -> "Study":
+    from megatron_lowbit.recipes import load_recipes
+    from megatron_lowbit.study.definition import read_study, study_of, with_recipes, with_runs
+
+    for name in ("at_once", "count", "minutes", "start_up", "leave_out"):
+        value = getattr(args, name, None)
+        least, words = (0, "not negative") if name in _MAY_BE_ZERO else (ulp(0), "positive")
+        message = f"--{name.replace('_', '-')} {value}: must be {words} and finite"
+        require(value is None or least <= value < inf, message)
+    require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")
+    require(
+        not args.only or (args.study and not args.recipes),
+        "--only names runs of STUDY.yaml: not with --recipes",
     )
-    parser.add_argument(
-        "--leave-out", type=float, metavar="ERRORS",
-        help="start no further seeds of a run that is so many standard errors behind the best",
-    )  # fmt: skip
-    parser.add_argument("--keep-checkpoints", action="store_true", help="keep those of ended runs")
-    parser.set_defaults(start=_run)
+    for recipe in args.recipes or ():
+        load_recipes([recipe])
+    if not args.study:
+        return study_of(args.recipes, args.seeds or DEFAULT_SEEDS)
+    study = read_study(args.study)
+    study = with_recipes(study, args.recipes) if args.recipes else study
+    study = with_runs(study, args.only) if args.only else study
+    return study.model_copy(update={"seeds": args.seeds}) if args.seeds else study
 
 
 def _run(args: argparse.Namespace, training: list[str]) -> None:
@@ -110,28 +172,13 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
         return gaps_text(rows), behind
 
     jobs = jobs_of(study, args.output, training)
-    places = (args.gpus or [None]) * args.at_once
+    gpus = (args.gpus or [None]) * args.at_once
     check_folder("--output", args.output)
     args.output.mkdir(parents=True, exist_ok=True)
     with closing(FolderLock(args.output, f"--output {args.output}")):
-        if jobs := run(jobs, places, args.keep_checkpoints, judge, args.minutes):
+        if jobs := run(jobs, gpus, args.keep_checkpoints, judge, args.minutes):
             title = args.study.stem if args.study else ", ".join(study.names)
             _show(contenders_of(jobs), args.output, title)
-
-
-def _add_plan(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "plan", help="calculate the time of a study's runs, and the commands that they fit into"
-    )
-    _add_study(parser)
-    parser.add_argument("--gpu", default="h200", help="GPU as in lowbit-plan (default: h200)")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="number of GPUs")
-    parser.add_argument("--minutes", type=float, default=60, help="length of a command")
-    parser.add_argument(
-        "--start-up", type=float, default=60, metavar="SECONDS",
-        help="time until a run's first iteration (default: 60)",
-    )  # fmt: skip
-    parser.set_defaults(start=_plan)
 
 
 def _plan(args: argparse.Namespace, training: list[str]) -> None:
@@ -139,49 +186,9 @@ def _plan(args: argparse.Namespace, training: list[str]) -> None:
     from megatron_lowbit.study.schedule import described
 
     jobs = jobs_of(_study_of(args), args.output, training)
-    places = args.count * args.at_once
-    console = plain_console(120)
-    for line in described(jobs, args.gpu, places, args.at_once, args.minutes, args.start_up):
+    runs, console = args.count * args.at_once, plain_console(120)
+    for line in described(jobs, args.gpu, runs, args.at_once, args.minutes, args.start_up):
         console.print(line, highlight=False)
-
-
-def _study_of(args: argparse.Namespace) -> "Study":
-    from megatron_lowbit.recipes import load_recipes
-    from megatron_lowbit.study.definition import read_study, study_of, with_recipes, with_runs
-
-    for name in ("at_once", "count", "minutes", "start_up", "leave_out"):
-        value = getattr(args, name, None)
-        least, words = (0, "not negative") if name in _MAY_BE_ZERO else (ulp(0), "positive")
-        message = f"--{name.replace('_', '-')} {value}: must be {words} and finite"
-        require(value is None or least <= value < inf, message)
-    require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")
-    require(
-        not args.only or (args.study and not args.recipes),
-        "--only names runs of STUDY.yaml: not with --recipes",
-    )
-    for recipe in args.recipes or ():
-        load_recipes([recipe])
-    if args.study:
-        study = read_study(args.study)
-        study = with_recipes(study, args.recipes) if args.recipes else study
-        study = with_runs(study, args.only) if args.only else study
-        return study.model_copy(update={"seeds": args.seeds}) if args.seeds else study
-    return study_of(args.recipes, args.seeds or DEFAULT_SEEDS)
-
-
-def _add_compare(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "compare", help="compare runs with a baseline: losses, gaps with their noise, speed"
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="[NAME=]RUN",
-        help="folder of a run; runs of one name are seeds, the first name is the baseline",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="folder for comparison.png and .html"
-    )
-    parser.add_argument("--title", default="Runs compared", help="title of the page")
-    parser.set_defaults(start=_compare)
 
 
 def _compare(args: argparse.Namespace, _: list[str]) -> None:
@@ -192,33 +199,20 @@ def _compare(args: argparse.Namespace, _: list[str]) -> None:
 
 def named(argument: str) -> tuple[str, Path]:
     """Split ``[NAME=]PATH`` into name and path; without a name the folder gives it."""
-    name, found, path = argument.partition("=")
-    if found and not Path(argument).exists():
+    name, equals, path = argument.partition("=")
+    if equals and not Path(argument).exists():
         return name, Path(path)
-    whole = Path(argument).absolute()
-    return (whole.name if whole.is_dir() else whole.parent.name), Path(argument)
+    run = Path(argument).absolute()
+    return (run.name if run.is_dir() else run.parent.name), Path(argument)
 
 
-def _show(contenders: list, output: Path | None, title: str) -> None:
+def _show(contenders: "list[Contender]", output: Path | None, title: str) -> None:
     from megatron_lowbit.analysis.comparison_page import table, write_page
 
     plain_console(120).print(table(contenders))
     if output is not None:
         write_page(contenders, output, title)
         say(str(output / "comparison.html"))
-
-
-def _add_sensitivity(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "sensitivity", help="rank a checkpoint's layers by error; write a recipe that spares them"
-    )
-    parser.add_argument("--recipe", required=True, metavar="NAME_OR_FILE", help="recipe to measure")
-    parser.add_argument("--batches", type=int, default=4, help="number of batches to measure")
-    parser.add_argument(
-        "--keep", type=float, default=0.15, help="largest share of the weights to keep"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE.yaml", help="recipe to write")
-    parser.set_defaults(start=_sensitivity)
 
 
 def _sensitivity(args: argparse.Namespace, training: list[str]) -> None:

@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -17,10 +17,10 @@ from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.recipes.yaml_reader import read_text, read_yaml
+from megatron_lowbit.storage.files import TRACKER
 
 _STATE = "study.json"
 """In a run's folder: its command, whether it has ended, and on what machine."""
-_TRACKER = "latest_checkpointed_iteration.txt"
 # lowbit-pretrain, whose script need not be on PATH; -P: modules of the folder stay out, as there.
 _PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()")
 
@@ -34,27 +34,24 @@ Arguments = Annotated[str, AfterValidator(_shell_words)]
 """Arguments as a shell command has them."""
 
 
-class Branch(BaseModel):
-    """Runs that begin from the checkpoint of an iteration of a trunk, a run of the same seed.
-
-    ``runs`` are as a study's.
-    """
-
+class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Branch(_Model):
+    """Runs that begin from the checkpoint of an iteration of a trunk, a run of the same seed."""
 
     iteration: int = Field(ge=1)
     runs: dict[str, Arguments] = Field(min_length=1)
 
 
-class Study(BaseModel):
+class Study(_Model):
     """Study of a YAML file; arguments are as on a command line.
 
-    ``arguments`` are for all runs, ``runs`` name what each has beside them, the baseline first;
+    ``arguments`` are for all runs, ``runs`` name the further ones of each, the baseline first;
     ``branches`` go off some of these, their trunks. ``script`` is a training script of a user's
     own; None for ``lowbit-pretrain``.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     script: str | None = None
     arguments: Arguments
@@ -64,11 +61,10 @@ class Study(BaseModel):
 
     @model_validator(mode="after")
     def _has_the_trunks(self) -> "Study":
-        for trunk in self.branches:
-            if trunk not in self.runs:
-                raise ValueError(f"branches: no run {trunk!r}")
-        for name in self.names:
-            if self.names.count(name) > 1:
+        for trunk in self.branches.keys() - self.runs.keys():
+            raise ValueError(f"branches: no run {trunk!r}")
+        for name, count in Counter(self.names).items():
+            if count > 1:
                 raise ValueError(f"branches: two runs are named {name!r}")
         return self
 
@@ -122,10 +118,10 @@ def with_recipes(study: Study, recipes: Sequence[str]) -> Study:
 
     Raises UserError for two of one name.
     """
-    baseline, own = next(iter(study.runs.items()))
-    runs = _runs_of(recipes)
+    baseline, runs = study.names[0], _runs_of(recipes)
     require(baseline not in runs, f"--recipes: {baseline!r} is the study's baseline already")
-    return study.model_copy(update={"runs": {baseline: own, **runs}, "branches": {}})
+    runs = {baseline: study.runs[baseline], **runs}
+    return study.model_copy(update={"runs": runs, "branches": {}})
 
 
 def with_runs(study: Study, names: Sequence[str]) -> Study:
@@ -135,13 +131,13 @@ def with_runs(study: Study, names: Sequence[str]) -> Study:
     """
     for name in names:
         require(name in study.names, f"--only: no run {name!r}; use some of {study.names}")
-    wanted, branches = {next(iter(study.runs)), *names}, {}
+    wanted, branches = {study.names[0], *names}, {}
     for trunk, branch in study.branches.items():
-        runs = {name: own for name, own in branch.runs.items() if name in wanted}
+        runs = {name: words for name, words in branch.runs.items() if name in wanted}
         wanted |= {trunk} if runs else set()
         # Without runs as well: a trunk's arguments are the same in any part of a study.
         branches[trunk] = branch.model_copy(update={"runs": runs})
-    runs = {name: own for name, own in study.runs.items() if name in wanted}
+    runs = {name: words for name, words in study.runs.items() if name in wanted}
     return study.model_copy(update={"runs": runs, "branches": branches})
 
 
@@ -158,30 +154,33 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """
     seeds = " ".join(map(str, study.seeds))
     require(len(set(study.seeds)) == len(study.seeds), f"seeds {seeds}: each must be given once")
+    program = [study.script] if study.script else _PRETRAIN
+
+    def job_of(name: str, seed: int, words: str, start: Start | None = None) -> Job:
+        arguments = [*shlex.split(study.arguments), *shlex.split(words), *more]
+        if name in study.branches:
+            arguments += ["--save-interval", str(study.branches[name].iteration)]
+        command = [sys.executable, *program, *arguments, "--seed", str(seed)]
+        return Job(name, seed, _folder(output, name, seed), command, start)
+
     jobs: list[Job] = []
     for seed in study.seeds:
-        for name, own, start in _runs(study, output, seed):
-            arguments = [*shlex.split(study.arguments), *shlex.split(own), *more]
-            if name in study.branches:
-                arguments += ["--save-interval", str(study.branches[name].iteration)]
-            program = [study.script] if study.script else _PRETRAIN
-            command = [sys.executable, *program, *arguments, "--seed", str(seed)]
-            jobs.append(Job(name, seed, output / f"{_slug(name)}-{seed}", command, start))
+        jobs += [job_of(name, seed, words) for name, words in study.runs.items()]
+        for trunk, branch in study.branches.items():
+            start = Start(_folder(output, trunk, seed), branch.iteration)
+            jobs += [job_of(name, seed, words, start) for name, words in branch.runs.items()]
     folders = Counter(job.folder for job in jobs)
     for job in jobs:
-        if folders[job.folder] > 1:
-            raise UserError(f"run {job.name!r}: another run's name is the same in a file's name")
+        require(
+            folders[job.folder] == 1,
+            f"run {job.name!r}: another run's name is the same in a file's name",
+        )
     return jobs
 
 
-def _runs(study: Study, output: Path, seed: int) -> Iterator[tuple[str, str, Start | None]]:
-    """Yield each run's name, its own arguments and what it begins from."""
-    for name, own in study.runs.items():
-        yield name, own, None
-    for trunk, branch in study.branches.items():
-        start = Start(output / f"{_slug(trunk)}-{seed}", branch.iteration)
-        for name, own in branch.runs.items():
-            yield name, own, start
+def _folder(output: Path, name: str, seed: int) -> Path:
+    slug = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
+    return output / f"{slug}-{seed}"
 
 
 def planned_iterations(job: Job) -> int | None:
@@ -199,8 +198,8 @@ def planned_iterations(job: Job) -> int | None:
 
 def training_words(job: Job) -> list[str]:
     """Return the arguments of training in a job's command."""
-    begin = len(_PRETRAIN) if tuple(job.command[1 : 1 + len(_PRETRAIN)]) == _PRETRAIN else 1
-    return job.command[1 + begin :]
+    begin = 1 + len(_PRETRAIN)
+    return job.command[begin if tuple(job.command[1:begin]) == _PRETRAIN else 2 :]
 
 
 def is_finished(job: Job) -> bool:
@@ -217,8 +216,10 @@ def is_finished(job: Job) -> bool:
         )
         return False
     state = Entries(read_object(file), str(file))
-    if state.strings("command") != job.command[1:]:
-        raise UserError(f"{job.folder}: holds a run with other arguments; give another --output")
+    require(
+        state.strings("command") == job.command[1:],
+        f"{job.folder}: holds a run with other arguments; give another --output",
+    )
     return state.boolean("finished")
 
 
@@ -237,7 +238,7 @@ def mark(job: Job, finished: bool) -> None:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return True if a run's folder holds a checkpoint."""
-    return (folder / _TRACKER).is_file()
+    return (folder / TRACKER).is_file()
 
 
 def launch_command(job: Job) -> list[str]:
@@ -249,7 +250,3 @@ def launch_command(job: Job) -> list[str]:
         load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration),
                 "--resume-changed", "recipe", "data"]  # fmt: skip
     return [*job.command, "--save", str(job.folder), *load, "--exit-signal-handler"]
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "._" else "-" for c in name)

@@ -29,7 +29,7 @@ from megatron_lowbit.study.definition import (
 )
 
 _LOG, _METRICS = "output.log", "metrics.jsonl"
-_LOOK_S = 0.5
+_POLL_SECONDS = 0.5
 _LAST_LINES = 20
 _LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 _ERROR = re.compile(r"[\w.]*(error|Error|Exception)\b")
@@ -37,23 +37,20 @@ _ERROR = re.compile(r"[\w.]*(error|Error|Exception)\b")
 
 class _Running(NamedTuple):
     job: Job
-    process: subprocess.Popen
-    place: str | None
+    process: subprocess.Popen[bytes]
+    gpu: str | None
     task: TaskID
     began: float
 
 
 Judge = Callable[[Sequence[Job]], tuple[str, set[str]]]
-"""Gives, of the finished jobs, what to print and the names whose other jobs are left out."""
+"""Gives, of the finished jobs, what to print and the names whose other jobs are skipped."""
 
 
 def run(
-    jobs: Sequence[Job],
-    places: Sequence[str | None],
-    keep_checkpoints: bool,
-    judge: Judge,
+    jobs: Sequence[Job], gpus: Sequence[str | None], keep_checkpoints: bool, judge: Judge,
     minutes: float | None = None,
-) -> list[Job]:
+) -> list[Job]:  # fmt: skip
     """Run what is not finished yet, and return what is finished.
 
     A run whose checkpoint is gone begins again where another is to begin from it. Interrupted, all
@@ -61,154 +58,141 @@ def run(
 
     Args:
         jobs: of the whole study.
-        places: numbers of the GPUs that jobs see, or None; a job runs on each at once.
+        gpus: numbers of the GPUs that jobs see, or None; a job runs on each at once.
         keep_checkpoints: keep those of runs that have ended, and from which no other begins.
-        judge: asked whenever a run has finished; names that others begin from are not left out.
+        judge: asked whenever a run has finished; names that others begin from are not skipped.
         minutes: time after which runs stop; none is started that, as long as the longest so far,
             would not end before.
 
     Raises:
         TrainingError: a run failed, or the one that it begins from; the others have ended.
     """
-    finished = [job for job in jobs if is_finished(job)]
-    starts = {job.start.folder for job in jobs if job.start and job not in finished}
-    finished = [one for one in finished if one.folder not in starts or has_checkpoint(one.folder)]
-    left = [job for job in jobs if job not in finished]
-    unready = {job.folder for job in left}
     trunks = {job.start.folder for job in jobs if job.start}
-    free, running = list(places), []
+    finished = [job for job in jobs if is_finished(job)]
+    needed = {job.start.folder for job in jobs if job.start and job not in finished}
+    finished = [job for job in finished if job.folder not in needed or has_checkpoint(job.folder)]
+    left = [job for job in jobs if job not in finished]
+    running: list[_Running] = []
     failures: dict[Path, str] = {}
+    free = list(gpus)
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     longest = 0.0  # seconds of the longest run
+
+    def finish(ended: _Running) -> None:
+        """Record that a run has ended, or the cause of its failure."""
+        running.remove(ended)
+        if ended.process.returncode:
+            failures[ended.job.folder] = _cause(ended)
+            return
+        mark(ended.job, finished=True)
+        if not keep_checkpoints and ended.job.folder not in trunks:
+            _remove_checkpoints(ended.job.folder)
+        finished.append(ended.job)
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=plain_console(stderr=True)) as progress:
-        whole = progress.add_task("runs", total=len(jobs), completed=len(finished))
+        bar = progress.add_task("runs", total=len(jobs), completed=len(finished))
 
-        def leave_out() -> None:
+        def compare() -> None:
+            """Print how the finished runs compare, and skip runs that are far behind."""
             line, names = judge(finished)
             if line:
                 progress.console.print(line, highlight=False)
             left[:] = [job for job in left if job.name not in names or job.folder in trunks]
-            progress.update(whole, total=len(finished) + len(left) + len(running) + len(failures))
+            progress.update(bar, total=len(finished) + len(left) + len(running) + len(failures))
 
         try:
-            leave_out()
+            compare()
             while left or running:
-                ready = [job for job in left if not job.start or job.start.folder not in unready]
+                done = {job.folder for job in finished}
+                ready = [job for job in left if not job.start or job.start.folder in done]
                 for job in ready[: len(free)] if time.monotonic() + longest < end else ():
                     left.remove(job)
                     running.append(_start(job, free.pop(0), progress))
                 if not running:
                     if not ready:
-                        failures |= {job.folder: f"{job.start.folder} failed" for job in left}
+                        starts = ((job.folder, job.start) for job in left if job.start)
+                        failures |= {folder: f"{start.folder} failed" for folder, start in starts}
                     break
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_SECONDS)
                 if time.monotonic() >= end:
                     break
-                for one in list(running):
-                    progress.update(one.task, completed=_iteration(one.job))
-                    if one.process.poll() is None:
+                for each in list(running):
+                    progress.update(each.task, completed=_iteration(each.job))
+                    if each.process.poll() is None:
                         continue
-                    running.remove(one)
-                    free.append(one.place)
-                    progress.remove_task(one.task)
-                    progress.advance(whole)
-                    cause = _finish(one, keep_checkpoints or one.job.folder in trunks)
-                    if cause:
-                        failures[one.job.folder] = cause
-                    else:
-                        longest = max(longest, time.monotonic() - one.began)
-                        unready.discard(one.job.folder)
-                        finished.append(one.job)
-                        leave_out()
+                    progress.remove_task(each.task)
+                    progress.advance(bar)
+                    free.append(each.gpu)
+                    finish(each)
+                    if each.job in finished:
+                        longest = max(longest, time.monotonic() - each.began)
+                        compare()
         except KeyboardInterrupt:
-            progress.update(
-                whole, description="stopping; Ctrl-C again does not wait for checkpoints"
-            )
+            stopping = "stopping; Ctrl-C again does not wait for checkpoints"
+            progress.update(bar, description=stopping)
             raise KeyboardInterrupt("interrupted; the same command resumes the study") from None
         finally:
             _stop(running)
-    for one in [one for one in running if _is_complete(one)]:
-        running.remove(one)
-        _finish(one, keep_checkpoints or one.job.folder in trunks)
-        finished.append(one.job)
+    for each in list(running):
+        # Stopped after its last iteration, it is complete.
+        if not each.process.returncode and _iteration(each.job) == planned_iterations(each.job):
+            finish(each)
     unfinished = len(left) + len(running) if minutes else 0
     if unfinished:
         say(f"{unfinished} runs are left; the same command continues with them", file=sys.stderr)
-    if not keep_checkpoints and not failures and not unfinished:
+    if failures:
+        folders: dict[str, list[str]] = {}
+        for folder, cause in failures.items():
+            folders.setdefault(cause, []).append(str(folder))
+        causes = "; ".join(f"{', '.join(names)}: {cause}" for cause, names in folders.items())
+        count = f"{len(failures)} of {len(jobs)} runs failed"
+        raise TrainingError(f"{count} (see {_LOG} in the folder): {causes}")
+    if not keep_checkpoints and not unfinished:
         for folder in trunks:
             _remove_checkpoints(folder)
-    if failures:
-        count = f"{len(failures)} of {len(jobs)} runs failed"
-        raise TrainingError(f"{count} (see {_LOG} in the folder): {_summary(failures)}")
     return [job for job in jobs if job in finished]
 
 
-def _finish(one: _Running, keep_checkpoints: bool) -> str | None:
-    """Record that a run has ended; return the cause if it failed."""
-    if one.process.returncode:
-        return _cause(one)
-    mark(one.job, finished=True)
-    if not keep_checkpoints:
-        _remove_checkpoints(one.job.folder)
-    return None
-
-
-def _is_complete(one: _Running) -> bool:
-    """Return True for a run that was stopped after its last iteration."""
-    return not one.process.returncode and _iteration(one.job) == planned_iterations(one.job)
-
-
-def _stop(running: Sequence[_Running]) -> None:
-    """End runs, which save a checkpoint first; at a further Ctrl-C, end them at once."""
-    for one in running:
-        one.process.terminate()
-    try:
-        for one in running:
-            one.process.wait()
-    except KeyboardInterrupt:
-        for one in running:
-            one.process.kill()
-            one.process.wait()
-        raise
-
-
-def _cause(one: _Running) -> str:
-    """Return why a run failed: the last error of its log, or the signal that ended it."""
-    if one.process.returncode < 0:
-        return f"ended by {signal.Signals(-one.process.returncode).name}"
-    log = (one.job.folder / _LOG).read_text(errors="replace")
-    lines = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return [f"exit code {one.process.returncode}", *(errors or lines)][-1].removeprefix("error: ")
-
-
-def _summary(failures: dict[Path, str]) -> str:
-    """Name the folders of failed runs, each cause once."""
-    folders: dict[str, list[str]] = {}
-    for folder, cause in failures.items():
-        folders.setdefault(cause, []).append(str(folder))
-    return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in folders.items())
-
-
-def _start(job: Job, place: str | None, progress: Progress) -> _Running:
+def _start(job: Job, gpu: str | None, progress: Progress) -> _Running:
     total = planned_iterations(job)
     mark(job, finished=False)
-    environment = os.environ if place is None else os.environ | {"CUDA_VISIBLE_DEVICES": place}
+    environment = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     with open(os.open(job.folder / _LOG, flags, 0o666), "a") as log:
         # A group of its own: Ctrl-C reaches only this process, which then ends the others.
         process = subprocess.Popen(
             launch_command(job), stdout=log, stderr=log, env=environment, start_new_session=True,
-            preexec_fn=_end_with_parent,
+            # The kernel sends SIGTERM once this process is killed.
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )  # fmt: skip
     task = progress.add_task(printable(f"{job.name}, seed {job.seed}"), total=total)
-    return _Running(job, process, place, task, time.monotonic())
+    return _Running(job, process, gpu, task, time.monotonic())
 
 
-def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process once its parent is killed."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _stop(running: Sequence[_Running]) -> None:
+    """End runs, which save a checkpoint first; at a further Ctrl-C, end them at once."""
+    for each in running:
+        each.process.terminate()
+    try:
+        for each in running:
+            each.process.wait()
+    except KeyboardInterrupt:
+        for each in running:
+            each.process.kill()
+            each.process.wait()
+        raise
+
+
+def _cause(ended: _Running) -> str:
+    """Return why a run failed: the last error of its log, or the signal that ended it."""
+    code = ended.process.returncode
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    log = (ended.job.folder / _LOG).read_text(errors="replace")
+    lines = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return [f"exit code {code}", *(errors or lines)][-1].removeprefix("error: ")
 
 
 def _remove_checkpoints(folder: Path) -> None:

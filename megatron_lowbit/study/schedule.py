@@ -1,30 +1,25 @@
 """Times of a study's runs, calculated before they start, and the commands that they fit into."""
 
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.table import Table
 
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.study.definition import Job, is_finished, training_words
-
-WAITING = "waiting for the CPU"
 
 
 class Pace(NamedTuple):
-    """Seconds of an iteration: the whole, and those in which the GPU is busy; iterations."""
+    """Seconds of an iteration, and those in which the GPU is busy; number of iterations."""
 
     step: float
     busy: float
     iterations: int
 
     def seconds(self, at_once: int, start_up: float) -> float:
-        """Return the seconds of a run beside others: what waits for the CPU leaves the GPU to them.
+        """Return the seconds of a run, with ``start_up`` until the first iteration.
 
-        Args:
-            at_once: runs on the GPU together, alike.
-            start_up: seconds until the first iteration.
+        Of as many runs ``at_once`` on the GPU the others use it while one waits for the CPU.
         """
         return start_up + self.iterations * max(self.step, at_once * self.busy)
 
@@ -36,18 +31,19 @@ def pace_of(job: Job, gpu: str) -> Pace:
         UserError: no such GPU, arguments that it cannot plan, or graphs that the recipe refuses.
     """
     from megatron_lowbit.megatron import compatibility
+    from megatron_lowbit.planning.estimate import WAITING
     from megatron_lowbit.planning.search import plan_run
 
-    own = Namespace(gpu=gpu, gpus=1, gpus_per_node=1, as_given=True, scan="mamba-ssm", tokens=None)
     try:
-        plan = plan_run(own, training_words(job))
-        require(bool(plan.tokens), "its arguments give no --train-iters")
+        plan = plan_run(training_words(job), gpu, gpus=1, as_given=True)
+        if not plan.tokens:
+            raise UserError("its arguments give no --train-iters")
         compatibility.refuse(compatibility.cuda_graphs(plan.args, plan.recipe))
     except UserError as error:
         raise UserError(f"run {job.name!r}: {error}") from error
     best = plan.best
-    iterations = round(plan.tokens / best.tokens)
-    return Pace(best.step, best.step - best.seconds.get(WAITING, 0.0), iterations)
+    busy = best.step - best.seconds.get(WAITING, 0.0)
+    return Pace(best.step, busy, round(plan.tokens / best.tokens))
 
 
 def commands_of(
@@ -59,30 +55,29 @@ def commands_of(
     starts in that command, as ``lowbit-study run --minutes`` does it. A job that takes longer than
     a command has one alone: it continues from its checkpoint.
     """
-    found: list[list[Job]] = []
+    commands: list[list[Job]] = []
     free: list[float] = []
     for job in jobs:
         ends = min(free, default=limit) + seconds(job)
         if ends > limit:
-            found.append([])
+            commands.append([])
             free = [0.0] * places
             ends = seconds(job)
-        found[-1].append(job)
+        commands[-1].append(job)
         free.remove(min(free))
         free.append(ends)
-    return found
+    return commands
 
 
 def described(
     jobs: Sequence[Job], gpu: str, places: int, at_once: int, minutes: float, start_up: float
-) -> list[Table | str]:
+) -> Iterator[Table | str]:
     """Describe the time of each name's runs, and the commands for all runs that are left.
 
     Args:
         jobs: of the whole study.
         gpu: as ``lowbit-plan --gpu``.
-        places: runs at once on all GPUs together.
-        at_once: runs at once on each.
+        places: runs at once on all GPUs together, ``at_once`` on each.
         minutes: length of a command.
         start_up: seconds until a run's first iteration.
     """
@@ -94,15 +89,14 @@ def described(
         pace, count = paces[name], sum(job.name == name for job in left)
         cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{seconds[name] / 60:.1f}")
         table.add_row(name, str(pace.iterations), *cells, str(count))
+    yield table
     commands = commands_of(left, lambda job: seconds[job.name], places, 60 * minutes)
     hours = sum(seconds[job.name] for job in left) / places / 3600
-    lines = [
+    yield (
         f"{len(left)} of {len(jobs)} runs are left: {hours:.1f} hours on {places} places at least, "
         f"{len(commands)} commands of {minutes:g} minutes"
-    ]
-    for number, own in enumerate(commands, 1):
-        lines.append(f"  {number}: " + ", ".join(f"{job.name} {job.seed}" for job in own))
-    long = [name for name in seconds if seconds[name] > 60 * minutes]
-    if long:
-        lines.append(f"longer than a command, to be continued in the next: {', '.join(long)}")
-    return [table, *lines]
+    )
+    for number, command in enumerate(commands, 1):
+        yield f"  {number}: " + ", ".join(f"{job.name} {job.seed}" for job in command)
+    if long := [name for name in seconds if seconds[name] > 60 * minutes]:
+        yield f"longer than a command, to be continued in the next: {', '.join(long)}"

@@ -1,14 +1,14 @@
 """Sensitivity of a checkpoint's linear layers to a recipe.
 
-All linear layers are quantized as the recipe says, its rules by position left out; layers are
+All linear layers are quantized as the recipe says, its rules by position ignored; layers are
 ranked by the relative errors of their output and of their weight gradient, added. Weights stay as
 they are.
 """
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import yaml
@@ -40,57 +40,6 @@ class LayerErrors(NamedTuple):
     weight_gradient: float
     weights: int
 
-    @property
-    def score(self) -> float:
-        """Figure by which layers are ranked."""
-        return self.output + self.weight_gradient
-
-
-class Sensitivity:
-    """A hook of the model that measures its layers in every iteration."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._errors: dict[str, list[tuple[float, float]]] = {}
-        self._weights: dict[str, int] = {}
-
-    def __call__(self, chunks: list) -> list:
-        """Measure these chunks from now on; return them."""
-        import torch.distributed as dist
-
-        from megatron_lowbit.megatron.quantization_log import Measurement
-        from megatron_lowbit.megatron.steps import steps_of
-
-        mine = {
-            module.layer_state.plan.layer.path: module.weight.numel() * module.tp_group.size()
-            for chunk in chunks
-            for module in chunk.modules()
-            if hasattr(module, "layer_state")
-        }
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        for weights in gathered:
-            self._weights |= weights
-
-        def begin_step(iteration: int, training: bool) -> None:
-            Measurement(chunks, iteration, self._add)
-
-        steps_of(self._args, chunks).listeners.append(begin_step)
-        return chunks
-
-    def _add(self, iteration: int, errors: dict[str, dict[str, float]]) -> None:
-        for path, figures in errors.items():
-            found = figures.get(OUTPUT, 0.0), figures.get(WEIGHT_GRADIENT, 0.0)
-            self._errors.setdefault(path, []).append(found)
-
-    def layers(self) -> dict[str, LayerErrors]:
-        """Return what was measured, by the layers' paths."""
-        return {
-            path: LayerErrors(*(sum(of) / len(found) for of in zip(*found, strict=True)), weights)
-            for path, found in self._errors.items()
-            for weights in [self._weights[path]]
-        }
-
 
 def rank_layers(
     recipe: str, batches: int, share: float, output: Path | None, training: list[str]
@@ -116,9 +65,9 @@ def rank_layers(
     with tempfile.TemporaryDirectory() as folder:
         everywhere = Path(folder) / "everywhere.yaml"
         everywhere.write_text(yaml.safe_dump(keep_in_high_precision(recipe, []), sort_keys=False))
-        found, is_first_rank = _measure(training, str(everywhere), batches)
+        layers, is_first_rank = _measure(training, str(everywhere), batches)
     if is_first_rank:
-        _report(recipe, share, output, found)
+        _report(recipe, share, output, layers)
 
 
 def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, LayerErrors], bool]:
@@ -127,6 +76,9 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
     from megatron_lowbit.arguments import front_parser, parse_arguments
     from megatron_lowbit.megatron import pretrain
     from megatron_lowbit.megatron.error_translation import translate_assertions
+    from megatron_lowbit.megatron.quantization_log import Measurement
+    from megatron_lowbit.megatron.rank_errors import gather_from_ranks
+    from megatron_lowbit.megatron.steps import steps_of
 
     words = CommandLine(front_parser(), expand_files(training))
     for flag in UNUSED:
@@ -135,24 +87,49 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
              "constant", "--train-iters", str(batches), "--eval-iters", "0",
              "--exit-on-missing-checkpoint"]  # fmt: skip
     args = parse_arguments([*words.tokens(), *fixed])
-    sensitivity = Sensitivity(args)
+    errors: dict[str, list[tuple[float, float]]] = {}
+    weights: dict[str, int] = {}
+
+    def add(iteration: int, figures: dict[str, dict[str, float]]) -> None:
+        for path, layer in figures.items():
+            measured = layer.get(OUTPUT, 0.0), layer.get(WEIGHT_GRADIENT, 0.0)
+            errors.setdefault(path, []).append(measured)
+
+    def measure_every_step(chunks: list[Any]) -> list[Any]:
+        mine = {
+            module.layer_state.plan.layer.path: module.weight.numel() * module.tp_group.size()
+            for chunk in chunks
+            for module in chunk.modules()
+            if hasattr(module, "layer_state")
+        }
+        for of_rank in gather_from_ranks(mine):
+            weights.update(of_rank)
+        steps_of(args, chunks).listeners.append(
+            lambda iteration, training: Measurement(chunks, iteration, add)
+        )
+        return chunks
+
     with pretrain.teardown(), translate_assertions():
-        pretrain.run(args, [sensitivity])
-    return sensitivity.layers(), args.rank == 0
+        pretrain.run(args, [measure_every_step])
+    layers = {
+        path: LayerErrors(*map(fmean, zip(*measured, strict=True)), weights[path])
+        for path, measured in errors.items()
+    }
+    return layers, args.rank == 0
 
 
-def _report(recipe: str, share: float, output: Path | None, found: dict[str, LayerErrors]) -> None:
-    scores = {path: layer.score for path, layer in found.items()}
-    sizes = {path: layer.weights for path, layer in found.items()}
+def _report(recipe: str, share: float, output: Path | None, layers: dict[str, LayerErrors]) -> None:
+    scores = {path: layer.output + layer.weight_gradient for path, layer in layers.items()}
+    sizes = {path: layer.weights for path, layer in layers.items()}
     spared = most_sensitive(scores, sizes, share)
-    shown = Table("layer", "output", "weight gradient", "share of weights", "kept")
-    whole = sum(sizes.values())
+    table = Table("layer", "output", "weight gradient", "share of weights", "kept")
     for path in sorted(scores, key=lambda path: -scores[path]):
-        layer = found[path]
-        cells = (f"{layer.output:.4f}", f"{layer.weight_gradient:.4f}",
-                 f"{100 * layer.weights / whole:.2f}%")  # fmt: skip
-        shown.add_row(path, *cells, "BF16" if path in spared else "")
-    plain_console(120).print(shown)
+        layer, share_of_all = layers[path], layers[path].weights / sum(sizes.values())
+        table.add_row(
+            path, f"{layer.output:.4f}", f"{layer.weight_gradient:.4f}",
+            f"{100 * share_of_all:.2f}%", "BF16" if path in spared else "",
+        )  # fmt: skip
+    plain_console(120).print(table)
     if output is None:
         return
     document = keep_in_high_precision(recipe, spared)

@@ -15,6 +15,7 @@ from megatron_lowbit.analysis.comparison import (
     gap_curves,
     gaps,
     read_contenders,
+    spike_score,
     visible_gap,
 )
 from megatron_lowbit.analysis.comparison_page import picture
@@ -24,15 +25,23 @@ from megatron_lowbit.study.command import main
 
 @pytest.fixture
 def write_run(tmp_path):
-    def write(name: str, scale: float, iterations: int = 200, speed: float = 1000.0) -> Path:
+    """Writes the log of a run: noise by a seed, validations one an iteration from the first on."""
+
+    def write(
+        name: str, scale: float, iterations: int = 200, speed: float = 1000.0,
+        noise: int | None = None, validations: tuple[float | None, ...] = (),
+    ) -> Path:  # fmt: skip
         folder = tmp_path / name
         folder.mkdir()
-        lines = [
-            {"iteration": i, "lm_loss": scale * (2 + 8 / i), "consumed_tokens": 64 * i,
-             "tokens_per_second": speed}
-            for i in range(1, iterations + 1)
-        ]  # fmt: skip
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        draw = np.random.default_rng(noise)
+        with (folder / "metrics.jsonl").open("w") as file:
+            for i in range(1, iterations + 1):
+                loss = 2 + 8 / i + (0 if noise is None else draw.normal(scale=0.1))
+                line = {"iteration": i, "lm_loss": scale * loss, "consumed_tokens": 64 * i,
+                        "tokens_per_second": speed}  # fmt: skip
+                if i <= len(validations):
+                    line["validation_loss"] = validations[i - 1]
+                file.write(json.dumps(line) + "\n")
         return folder
 
     return write
@@ -46,7 +55,8 @@ def test_gaps_seed_by_seed(write_run):
         ("other", write_run(f"o{i}", scale * (1 + gap), speed=500.0))
         for i, (scale, gap) in enumerate(zip(base, more, strict=True))
     ]
-    first, second = compare(read_contenders(runs))
+    contenders = read_contenders(runs)
+    first, second = compare(contenders)
     assert (first.gap, first.gap_error, first.seeds) == (0.0, 0.0, 3)
     assert second.gap == pytest.approx(statistics.fmean(more))
     assert second.gap_error == pytest.approx(statistics.stdev(more) / 3**0.5)
@@ -54,6 +64,11 @@ def test_gaps_seed_by_seed(write_run):
     assert first.loss == pytest.approx(tail * statistics.fmean(base))
     assert first.loss_spread == pytest.approx(tail * statistics.stdev(base))
     assert (first.speed, second.speed) == (1000.0, 500.0)
+    # At every step the figures are those of the ratios, which here are the same at all steps.
+    baseline, other = gap_curves(contenders)
+    assert not baseline.gap.any() and not baseline.error.any()
+    assert other.gap == pytest.approx(second.gap)
+    assert other.error == pytest.approx(second.gap_error)
 
 
 def test_gaps_of_means(write_run):
@@ -86,16 +101,6 @@ def test_gaps_of_known_seeds(write_run):
     assert one.gap_error == pytest.approx(noise)
     assert other.gap == pytest.approx(1.2 / statistics.fmean(scales.values()) - 1)
     assert other.gap_error > 0.1
-
-
-def with_validation(folder: Path, *losses: float | None) -> Path:
-    """Add validations to a run, one an iteration."""
-    file = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for line, loss in zip(lines, losses, strict=False):
-        line["validation_loss"] = loss
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
 
 
 def test_the_gap_that_so_many_seeds_show(write_run, capsys):
@@ -131,10 +136,12 @@ def test_studies_of_noisy_runs_show_that_gap(seeds):
 
 
 def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):
-    runs = [("base", with_validation(write_run(f"b{i}", 1.0), 9.0, math.log(i))) for i in (3, 5)]
-    runs += [("lost", with_validation(write_run("lost", 1.0), 2.0, None))]
-    runs += [("huge", with_validation(write_run("huge", 1.0), 1e4))]
-    runs += [("none", write_run("none", 1.0))]
+    validated = {"b3": (9.0, math.log(3)), "b5": (9.0, math.log(5)), "lost": (2.0, None),
+                 "huge": (1e4,), "none": ()}  # fmt: skip
+    runs = [
+        ("base" if name[0] == "b" else name, write_run(name, 1.0, validations=losses))
+        for name, losses in validated.items()
+    ]
     base, *others = compare(read_contenders(runs))
     assert base.perplexity == pytest.approx(4) and base.perplexity_spread == pytest.approx(2**0.5)
     assert all(math.isnan(row.perplexity) for row in others)
@@ -144,42 +151,21 @@ def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):
     assert "<td>4.000 ± 1.414</td>" in (tmp_path / "out" / "comparison.html").read_text()
 
 
-def test_spikes_are_scored_by_the_step(tmp_path, capsys):
-    """A spike of eight steps, by the paper's equation: 0 below 3 sigma, sigma 1 by construction."""
-    # The losses are 9 and 11, sigma 1: elsewhere no step is 3 above its minimum.
-    losses = [9.0 + 2 * (step % 2) for step in range(100)]
-    for step, height in enumerate((6, 10, 8, 6, 5, 4.5, 4.25, 4), start=41):
-        losses[step] = 9.0 + height
-    # All but the last still have a 9 among their last 8 steps; its minimum is 9 + 4 itself.
-    expected = sum(height - 3 for height in (6, 10, 8, 6, 5, 4.5, 4.25))
-    scores = []
-    for interval in (1, 10):
-        folder = tmp_path / str(interval)
-        folder.mkdir()
-        rows = [{"iteration": i + 1, "lm_loss": losses[i]} for i in range(0, 100, interval)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        scores.append(compare(read_contenders([("run", folder)]))[0].spikes)
-    assert scores[0] == pytest.approx(expected, rel=1e-12)
-    assert math.isnan(scores[1])
-
-
-def noisy_run(folder: Path, scale: float, seed: int, iterations: int = 200) -> Path:
-    """Replace the losses of a run by ones that vary from step to step."""
-    draw = np.random.default_rng(seed)
-    lines = [
-        {"iteration": i, "lm_loss": scale * (2 + 8 / i + draw.normal(scale=0.1)),
-         "consumed_tokens": 64 * i}
-        for i in range(1, iterations + 1)
-    ]  # fmt: skip
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+@pytest.mark.parametrize(("interval", "score"), [(1, 7.0 + 4.0), (10, math.nan)])
+def test_spikes_are_scored_where_every_step_is_logged(tmp_path, interval, score):
+    """A spike of two steps; sigma, of the last 30%, is 1."""
+    losses = [5.0] * 8 + [15.0, 12.0] + [5.0] * 4 + [4.0, 6.0] * 3
+    rows = [{"iteration": i + 1, "lm_loss": losses[i]} for i in range(0, 20, interval)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = compare(read_contenders([("run", tmp_path)]))
+    assert row.spikes == pytest.approx(score, nan_ok=True)
 
 
 def test_gap_curves_end_at_the_gaps_of_the_table(write_run):
     """Their bands, too: of names with as many seeds as the baseline, and of others."""
     scales = {"base": (1.0, 1.1, 1.3), "paired": (1.02, 1.11, 1.33), "fewer": (1.2, 1.3)}
     runs = [
-        (name, noisy_run(write_run(f"{name}{seed}", 1.0), scale, 10 * seed + len(name)))
+        (name, write_run(f"{name}{seed}", scale, noise=10 * seed + len(name)))
         for name, own in scales.items()
         for seed, scale in enumerate(own)
     ]
@@ -190,20 +176,6 @@ def test_gap_curves_end_at_the_gaps_of_the_table(write_run):
         assert curve.gap[-1] == pytest.approx(row.gap)
         assert curve.error[-1] == pytest.approx(row.gap_error)
     assert rows[1].gap_error < 0.5 * rows[2].gap_error  # the spread between seeds is no noise
-
-
-def test_gap_curves_seed_by_seed(write_run):
-    """At every step the figures are those of the ratios, which here are the same at all steps."""
-    base, more = (1.0, 1.5), (0.01, 0.03)
-    runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate(base)]
-    runs += [
-        ("other", write_run(f"o{i}", scale * (1 + gap)))
-        for i, (scale, gap) in enumerate(zip(base, more, strict=True))
-    ]
-    own, other = gap_curves(read_contenders(runs))
-    assert not own.gap.any() and not own.error.any()
-    assert other.gap == pytest.approx(0.02)
-    assert other.error == pytest.approx(statistics.stdev(more) / 2**0.5)
 
 
 def test_a_run_that_began_from_anothers_checkpoint(write_run):
@@ -264,3 +236,58 @@ def test_the_command(write_run, tmp_path, capsys):
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match=r"none/?.*cannot be read"):
         main(["compare", str(tmp_path / "none")])
+
+
+def by_the_equation(losses):
+    last = losses[-math.ceil(len(losses) * 3 / 10) :]
+    mean = sum(last) / len(last)
+    sigma = math.sqrt(sum((loss - mean) ** 2 for loss in last) / len(last))
+    total = 0.0
+    for t, loss in enumerate(losses):
+        minimum = min(losses[max(0, t - 7) : t + 1])
+        total += max((loss - minimum) / sigma - 3, 0)
+    return total
+
+
+@pytest.mark.parametrize("steps", [4, 7, 8, 9, 10, 50, 333])
+def test_the_spike_score_equals_the_equation(steps):
+    random = np.random.default_rng(steps)
+    losses = 4 / np.sqrt(np.arange(1, steps + 1)) + 0.02 * random.standard_normal(steps)
+    losses[random.integers(0, steps, size=steps // 10)] += 1.0
+    assert spike_score(losses) == pytest.approx(by_the_equation(losses.tolist()), rel=1e-12)
+
+
+def test_the_spike_score_by_hand():
+    """The last 6 of 20 steps alternate, so sigma is 1: a spike of 10 over the minimum scores 7."""
+    losses = [5.0] * 20
+    losses[14:] = [4.0, 6.0] * 3
+    assert spike_score(losses) == 0.0
+    losses[8] = 15.0
+    assert spike_score(losses) == 7.0
+    losses[9] = 12.0  # 7 over the minimum
+    assert spike_score(losses) == 7.0 + 4.0
+
+
+def test_the_minimum_of_the_spike_score_is_over_eight_steps():
+    noise = [0.0, 2.0] * 10  # sigma 1
+    step_up = [0.0] * 20 + [10.0] * 20 + noise
+    # 8 steps look back on the low level, of which the first is on the high one: 7 of them score.
+    assert spike_score(step_up) == pytest.approx(7 * 7.0)
+
+
+def test_steps_that_are_not_finite_have_no_spikes():
+    losses = [5.0] * 14 + [4.0, 6.0] * 3
+    losses[8] = 15.0
+    broken = [*losses[:3], math.nan, *losses[3:], math.inf]
+    assert spike_score(broken) == spike_score(losses) == 7.0
+
+
+@pytest.mark.parametrize("losses", [[], [1.0], [3.0, 2.0, 1.0], [1.0] * 100, [math.nan] * 10])
+def test_no_spike_score_without_deviation(losses):
+    assert math.isnan(spike_score(losses))
+
+
+def test_scale_does_not_change_the_spike_score():
+    losses = np.random.default_rng(0).standard_cauchy(200)
+    assert spike_score(losses) > 0
+    assert spike_score(100 + 8 * losses) == pytest.approx(spike_score(losses))

@@ -1,11 +1,12 @@
-"""Real models, built by Megatron-LM, of one rank of any layout in this process alone.
+"""Plans of arguments, and real models of one rank of any layout, which Megatron-LM builds here.
 
 Its other ranks are torch's fake process group: collectives return without them, so that shapes and
 sizes are right and numbers are not.
 """
 
+import shlex
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +15,13 @@ from megatron_lowbit.layers.autograd_state import flatten
 from megatron_lowbit.megatron.dry_run import build, count_parameters, rank_of_stage
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.model_config import model_config_of
+from megatron_lowbit.planning.device import Device
+from megatron_lowbit.planning.estimate import Estimate
+from megatron_lowbit.planning.hardware import gpu
+from megatron_lowbit.planning.layouts import layout_of
+from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
+from megatron_lowbit.recipes import load_recipes
 
 # isort: split
 from megatron.core.models.common.embeddings import rope_utils
@@ -31,6 +38,7 @@ from megatron.training.training import (
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+LLAMA_8B = f"@{EXAMPLES}/llama3-8b.args --vocab-size 128256"
 ON_A_CPU = """
     --micro-batch-size 1 --transformer-impl local --use-cpu-initialization
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
@@ -42,6 +50,20 @@ ON_A_CPU = """
 def words(text: str) -> list[str]:
     """Split arguments; @NAME is a preset."""
     return [f"@{EXAMPLES / word[1:]}.args" if word[0] == "@" else word for word in text.split()]
+
+
+def planned(
+    words: str | Sequence[str], gpus: int = 1, kind: str = "h200", vocabulary: int = 128256,
+    **device,
+) -> Estimate:  # fmt: skip
+    """Estimate the layout that training's arguments ask for, in Transformer Engine layers."""
+    words = shlex.split(words) if isinstance(words, str) else words
+    args = TrainingArguments(words).parse(gpus)
+    recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    (estimate,) = plan(
+        [(layout_of(args, gpus), args)], recipe, vocabulary, Device(gpu(kind), **device)
+    )
+    return estimate
 
 
 def parse(text: str, ranks: int | None = None) -> Namespace:
@@ -87,14 +109,14 @@ def state_bytes(args: Namespace, vocabulary: int, replicas: int) -> dict[str, in
                 moments = (part.optimizer.state[main][key] for key in ("exp_avg", "exp_avg_sq"))
                 states += [main, *moments]
         gradients = [p.main_grad for p in parameters]
-        found = {"weights": parameters, "main gradients": gradients, "optimizer": states}
-        return {name: sum(_storages(of).values()) for name, of in found.items()}
+        tensors = {"weights": parameters, "main gradients": gradients, "optimizer": states}
+        return {name: sum(_storages(of_name).values()) for name, of_name in tensors.items()}
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return the bytes of the tensors' storages by address."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -1,12 +1,13 @@
 """Planned bytes that forward keeps for backward, against those that autograd's hooks count."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from built import parse, saved_bytes
 
-from megatron_lowbit.planning.activation_memory import activation_bytes, quantized_weight_bytes
+from megatron_lowbit.planning.memory import activation_bytes, quantized_weight_bytes
 from megatron_lowbit.planning.model import Linear, stages
 from megatron_lowbit.recipes import Layer, load_recipe
 
@@ -29,6 +30,7 @@ TP2 = "--tensor-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 384"
 IN_FP8 = "--activation-func-fp8-input-store"
 EVERYWHERE = "--recipe-set bf16_blocks=none"
+LAYERS = "--num-layers 1", "--num-layers 2"
 MODELS = {
     "bf16": LLAMA,
     "fp8-tile": f"{LLAMA} --fp8-recipe fp8-tile",
@@ -51,44 +53,36 @@ MODELS = {
 
 
 def planned(args, parts) -> float:
-    tokens = args.micro_batch_size * args.seq_length
     total = 0.0
     for part, number in parts.items():
+        wgrad = part.second.precision.wgrad
         if part.kind == "attention" and args.transformer_impl == "transformer_engine":
-            # What is measured are local layers, which keep codes of attention's output beside it.
-            total += number * _codes_kept(args, part.second, tokens)
-        total += number * sum(activation_bytes(args, part, tokens, scan="torch").values())
-        for linear in part[1:]:
-            weight = quantized_weight_bytes(linear, args.tensor_model_parallel_size, True)[1]
-            total += number * weight
+            # What is measured are local layers, which keep codes of attention's output as well.
+            codes = args.micro_batch_size * args.seq_length * part.second.inputs
+            if wgrad.rhs is not None and not wgrad.fallback:
+                total += number * codes * wgrad.rhs.format.bits_per_element / 8
+        total += number * activation_bytes(args, part, scan="torch").total()
+        total += number * sum(quantized_weight_bytes(each, True)[1] for each in part.linears)
     return total
-
-
-def _codes_kept(args, linear, tokens: int) -> float:
-    quantizer = linear.precision.quantizer("wgrad", "input")
-    if quantizer is None or linear.precision.wgrad.fallback:
-        return 0.0
-    inputs, _ = linear.split(args.tensor_model_parallel_size)
-    return tokens * inputs * quantizer.format.bits_per_element / 8
 
 
 def one_more(
     text: str, fewer: str, more: str, monkeypatch, attention: str = "transformer_engine"
 ) -> tuple[float, float]:
     """Return the bytes that a model keeps beyond those of a smaller one: planned and measured."""
-    found = []
+    pairs = []
     for size in (fewer, more):
         args = parse(f"{text} {size}")
         recipe = load_recipe(*args.precision_recipe, args.recipe_set)
         saved = saved_bytes(args, VOCABULARY, monkeypatch, attention != "local")
         args.transformer_impl = attention
-        found.append((planned(args, stages(args, recipe)[0]), sum(saved.values())))
-    return tuple(large - small for small, large in zip(*found, strict=True))
+        pairs.append((planned(args, stages(args, recipe)[0]), sum(saved.values())))
+    return tuple(large - small for small, large in zip(*pairs, strict=True))
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_a_layer_of_a_gpt_keeps_what_it_saves(model, monkeypatch):
-    counted, measured = one_more(model, "--num-layers 1", "--num-layers 2", monkeypatch)
+    counted, measured = one_more(model, *LAYERS, monkeypatch)
     # Tensor scales, and a mixture's maps of tokens, are not counted one by one.
     assert counted == pytest.approx(measured, rel=0.01)
 
@@ -96,24 +90,21 @@ def test_a_layer_of_a_gpt_keeps_what_it_saves(model, monkeypatch):
 def test_gated_gelu_keeps_its_factors(monkeypatch):
     """And the sigmoid, uncompiled here."""
     model = LLAMA.replace("--swiglu", "--quick-geglu")
-    counted, measured = one_more(model, "--num-layers 1", "--num-layers 2", monkeypatch)
+    counted, measured = one_more(model, *LAYERS, monkeypatch)
     assert counted + 2 * 128 * 640 * 2 == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2, f"{LLAMA} {TP2}"], ids=["Llama", "GPT-2", "TP2"])
 def test_local_attention_keeps_its_scores(model, monkeypatch):
-    sizes = "--num-layers 1", "--num-layers 2"
-    counted, measured = one_more(model, *sizes, monkeypatch, attention="local")
+    counted, measured = one_more(model, *LAYERS, monkeypatch, attention="local")
     assert counted == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4 --recipe-set bf16_blocks=none"])
 @pytest.mark.parametrize("block", ["M", "*", "-"])
 def test_a_block_of_a_hybrid_keeps_what_it_saves(block, recipe, monkeypatch):
-    text = f"{HYBRID} --precision-recipe {recipe}"
-    fewer = "--hybrid-layer-pattern=*"
-    more = f"--hybrid-layer-pattern=*{block}"
-    counted, measured = one_more(text, fewer, more, monkeypatch)
+    patterns = "--hybrid-layer-pattern=*", f"--hybrid-layer-pattern=*{block}"
+    counted, measured = one_more(f"{HYBRID} --precision-recipe {recipe}", *patterns, monkeypatch)
     assert counted == pytest.approx(measured, rel=0.01)
 
 
@@ -122,32 +113,25 @@ def test_cached_weights_are_there_twice_where_gemms_take_codes(recipe, monkeypat
     """Codes of fprop and of dgrad, which in quantization-aware training are the same."""
     args = parse(f"{LLAMA} --num-layers 1 --precision-recipe {recipe}")
     (parts,) = stages(args, load_recipe(recipe))
-    counted = sum(quantized_weight_bytes(linear, 1, False)[0] for p in parts for linear in p[1:])
+    counted = sum(quantized_weight_bytes(x, False)[0] for part in parts for x in part.linears)
     measured = saved_bytes(args, VOCABULARY, monkeypatch).weights
     assert counted == pytest.approx(measured, rel=0.001)
 
 
-CONTENDERS = {
-    "fp8-tile": "fp8-tile",
-    "fp8-delayed": "fp8-delayed",
-    "mxfp8": "mxfp8",
-    "mxfp4-backward": "mxfp4-backward",
-    "nvfp4": "nvfp4",
-}
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize(
+    "contender", ["fp8-tile", "fp8-delayed", "mxfp8", "mxfp4-backward", "nvfp4"]
+)
 def test_a_linear_layer_keeps_what_an_h200_had_allocated(contender):
     row = next(r for r in json.loads(LINEAR.read_text())["rows"] if r["contender"] == contender)
     layer = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
-    precision = load_recipe(CONTENDERS[contender]).precision_for(layer)
+    precision = load_recipe(contender).precision_for(layer)
     _, inputs, outputs = row["size"]
     input_format = precision.quantizer("wgrad", "input").format
     assert input_format.bits_per_element / 8 == pytest.approx(
         row["kept_bytes_per_input_element"], rel=0.02
     )
-    linear = Linear(inputs, outputs, True, precision)
-    step, each = quantized_weight_bytes(linear, 1, contender in ("nvfp4", "mxfp8"))
+    linear = Linear(inputs, outputs, precision)
+    step, each = quantized_weight_bytes(linear, contender in ("nvfp4", "mxfp8"))
     # There no cache keeps fprop's copy: of two only dgrad's stays.
     copies = 2 if contender in ("fp8-tile", "mxfp8") else 1
     measured = row["kept_bytes_per_weight_element"] * inputs * outputs
@@ -158,13 +142,11 @@ def test_a_llama_layer_in_bf16_counted_by_hand():
     args = parse(f"{LLAMA} --num-layers 1")
     args.transformer_impl = "transformer_engine"
     (parts,) = stages(args, load_recipe("bf16"))
-    found = [activation_bytes(args, part, 256) for part in parts]
+    kept = sum((activation_bytes(args, part) for part in parts), Counter())
     token = {
         "norms": 2 * (256 * 2 + 4),
         "linear inputs": (256 + 256 + 640) * 2,  # of qkv, fc1 and fc2; proj's is attention's
         "attention": (256 + 64 + 64 + 256) * 2 + 8 * 4,  # q, k, v, output; sums of 8 heads
         "activation": 2 * 640 * 2,
     }
-    for name, size in token.items():
-        total = sum(part.get(name, 0) for part in found)
-        assert total == 256 * size
+    assert kept == {name: 256 * size for name, size in token.items()}

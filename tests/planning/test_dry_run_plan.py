@@ -10,7 +10,7 @@ from megatron_lowbit.command_line import shipped_presets
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.planning.command import main as lowbit_plan
-from megatron_lowbit.planning.print_plan import describe_plan
+from megatron_lowbit.planning.report import describe_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --bf16"

@@ -1,15 +1,29 @@
-"""The CPU's part of a step: by hand, and as the runs had it that a GPU does in no time."""
+"""Times by hand: the CPU's of steps that a GPU does in no time, and the loss's kernels."""
 
 import pytest
+import torch
+from built import parse, planned
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_lowbit.planning.communication import Cluster
-from megatron_lowbit.planning.compute import Device
-from megatron_lowbit.planning.estimate import repeated, waiting
+from megatron_lowbit.planning.compute import head_times
+from megatron_lowbit.planning.device import Device
+from megatron_lowbit.planning.estimate import WAITING, repeated, waiting
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.layouts import candidate_of
-from megatron_lowbit.planning.search import plan
-from megatron_lowbit.planning.training_arguments import TrainingArguments
-from megatron_lowbit.recipes import load_recipes
+
+# isort: split
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+SMALL = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
+    "--micro-batch-size 1 --global-batch-size 3 --bf16 "
+)
+EXPERTS = (
+    SMALL + "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --precision-recipe bf16 "
+)
+TOKENS, VOCABULARY = 64, 512
+SPARSE = {"index", "index_put_"}
+"""Operations that read or write one logit a token."""
 
 
 @pytest.mark.parametrize(
@@ -38,19 +52,12 @@ def test_repetitions_as_few_phases_wait_as_long(times, first, second):
     assert len(repeated(phases, 2**63)) == 5
 
 
-def step(words: str) -> dict[str, float]:
-    ranks = 2 if "--tensor-model-parallel-size 2" in words else 1
-    args = TrainingArguments(words.split()).parse(ranks)
-    device = Device(gpu("h200"), False, "torch")
-    recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    (found,) = plan([candidate_of(args, ranks)], recipe, 4096, device, Cluster(device.gpu, 8))
-    return found.seconds
+def estimated(words: str, gpus: int = 1):
+    return planned(words, gpus, vocabulary=4096, transformer_engine=False, scan="torch")
 
 
-SMALL = (
-    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
-    "--micro-batch-size 1 --global-batch-size 3 --bf16 "
-)
+def step(words: str, gpus: int = 1) -> float:
+    return estimated(words, gpus).step
 
 
 @pytest.mark.parametrize(
@@ -58,51 +65,75 @@ SMALL = (
     [("bf16", 0), ("fp8-tile", 2 * 312), ("nvfp4 --recipe-set bf16_blocks=none", 2 * (312 + 289))],
 )
 def test_a_tiny_model_takes_what_the_cpu_does(recipe, linear):
-    seconds = step(SMALL + f"--precision-recipe {recipe}")
     parts = 4 * 2 * (1200 + 800 + 2 * linear)
     # But for the weights, which a GPU quantizes once a step: microseconds.
     expected = pytest.approx(1e-6 * (3 * parts + (4 * 6 + 3) * 170 + 10000), rel=1e-3)
-    assert sum(seconds.values()) == expected
+    assert step(SMALL + f"--precision-recipe {recipe}") == expected
 
 
 def test_graphs_leave_what_is_between_steps():
     recipe = "--precision-recipe nvfp4 --cuda-graph-impl local"
-    waits = step(SMALL + recipe)["waiting for the CPU"]
+    waits = estimated(SMALL + recipe).seconds[WAITING]
     # Four layers of six tensors, and three around them; less what the optimizer takes the GPU.
     assert 10e-3 < waits < 1e-6 * ((4 * 6 + 3) * 170 + 10000)
 
 
-EXPERTS = (
-    SMALL + "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --precision-recipe bf16 "
-)
-
-
 def test_grouped_experts_are_launched_together():
-    alone, grouped = (sum(step(EXPERTS + more).values()) for more in ("", "--moe-grouped-gemm"))
+    alone, grouped = (step(EXPERTS + more) for more in ("", "--moe-grouped-gemm"))
     # Three microbatches of four layers: seven times less a part's passes, but two linear layers.
     saved = 3 * 4 * (7 * (1200 + 800) - 8 * 2 * 2 * 34)
     assert alone - grouped == pytest.approx(1e-6 * saved, rel=1e-2)
 
 
 def test_each_collective_of_tensor_parallelism_takes_the_cpu_some_time():
-    one = sum(step(SMALL + "--precision-recipe fp8-tile").values())
+    alone = step(SMALL + "--precision-recipe fp8-tile")
     split = SMALL + "--tensor-model-parallel-size 2 --precision-recipe fp8-tile"
-    reduced = sum(step(split).values())
-    scattered = sum(step(split + " --sequence-parallel").values())
+    reduced, scattered = (step(split + more, gpus=2) for more in ("", " --sequence-parallel"))
     # Two all-reduces; or codes and scales gathered for fprop and for wgrad, the second layer's
     # gradient gathered, and two reduce-scatters.
-    assert reduced - one == pytest.approx(3 * 4 * 2 * 2 * 125e-6, rel=1e-2)
-    assert scattered - one == pytest.approx(3 * 4 * 2 * 7 * 125e-6, rel=1e-2)
+    assert reduced - alone == pytest.approx(3 * 4 * 2 * 2 * 125e-6, rel=1e-2)
+    assert scattered - alone == pytest.approx(3 * 4 * 2 * 7 * 125e-6, rel=1e-2)
 
 
 def test_recomputed_layers_are_launched_twice():
     words = SMALL + "--precision-recipe bf16"
     all_layers = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    more = sum(step(words + all_layers).values()) - sum(step(words).values())
+    more = step(words + all_layers) - step(words)
     assert more == pytest.approx(3 * 4 * 2 * 1200e-6, rel=1e-3)
 
 
 def test_a_wide_model_does_not_wait():
     words = "--num-layers 4 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192 "
     words += "--micro-batch-size 1 --global-batch-size 2 --bf16 --precision-recipe nvfp4"
-    assert step(words)["waiting for the CPU"] == pytest.approx(10e-3)
+    assert estimated(words).seconds[WAITING] == pytest.approx(10e-3)
+
+
+class Traffic(TorchDispatchMode):
+    """Count of the bytes that operations read and write in tensors as large as the logits."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in SPARSE:
+            tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
+            self.moved += sum(x.nbytes for x in tensors if x.numel() == TOKENS * VOCABULARY)
+        return result
+
+
+def test_the_loss_moves_the_bytes_of_megatron_lms_operations(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    logits = torch.randn(TOKENS, 1, VOCABULARY, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(VOCABULARY, (TOKENS, 1))
+    with Traffic() as traffic:
+        vocab_parallel_cross_entropy(logits, target, tp_group=object()).sum().backward()
+    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+    args = parse("--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16")
+    device = Device(gpu("h200"), accumulate=False)
+
+    def seconds(vocabulary: int) -> float:
+        times = head_times(args, vocabulary, device)
+        return times.forward["elementwise"] + times.backward["elementwise"]
+
+    more = seconds(2 * VOCABULARY) - seconds(VOCABULARY)
+    assert more == pytest.approx(device.moved(traffic.moved))

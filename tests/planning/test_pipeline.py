@@ -1,18 +1,17 @@
 """Division of layers over pipeline stages, against the models that Megatron-LM builds."""
 
 import shlex
-from pathlib import Path
 
 import pytest
-from built import parameter_count, parse
+from built import EXAMPLES, parameter_count, parse
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.planning.estimate import ends, padded_vocabulary
+from megatron_lowbit.planning.estimate import padded_vocabulary
 from megatron_lowbit.planning.layouts import (
-    candidate_of,
     candidates,
     chunk_arguments,
     divisions,
+    layout_of,
     model_chunks,
 )
 from megatron_lowbit.planning.model import parameters, stages
@@ -23,8 +22,8 @@ from megatron_lowbit.recipes import load_recipe
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA_405B = f"@{EXAMPLES}/llama3-405b.args --vocab-size 128256"
+HYBRID_TINY = f"@{EXAMPLES}/hybrid-tiny.args --vocab-size 100"
 GPT = "@llama3-tiny --num-layers 5 --pipeline-model-parallel-size"
 HYBRID = "@hybrid-tiny --pipeline-model-parallel-size 2 --hybrid-layer-pattern"
 UNEQUAL = {
@@ -35,6 +34,9 @@ UNEQUAL = {
         1, 1, 1, 1, 1, 0,
     ),
     f"{GPT} 2 --pipeline-model-parallel-layout Ett|t|t|tL": (2, 1, 1, 1),
+    # Three layers over two stages of two chunks each: the last chunk has none.
+    "@llama3-tiny --num-layers 3 --pipeline-model-parallel-size 2 "
+    "--pipeline-model-parallel-layout Et*1|(t*1|)*2t*0L": (1, 1, 1, 0),
     f"{HYBRID} M*|-M-": (2, 3),
     f"{HYBRID} M|*|-M|-": (1, 1, 2, 1),
     f"{HYBRID} M*-M- --decoder-last-pipeline-num-layers 1": (4, 1),
@@ -47,16 +49,16 @@ def test_unequal_stages_have_the_parameters_of_the_models_that_are_built(text, c
     assert model_chunks(args) == chunks
     pipeline, padded = args.pipeline_model_parallel_size, padded_vocabulary(args, 1000, 1)
     for stage, parts in enumerate(stages(args, load_recipe("bf16"), pipeline, chunks)):
-        planned = parameters(args, parts, padded, 1, 1, ends(stage, pipeline)).all
-        assert planned == parameter_count(args, padded, stage)
+        count = parameters(args, parts, padded, stage == 0, stage == pipeline - 1)
+        assert count.all == parameter_count(args, padded, stage)
 
 
 def test_divisions_are_as_equal_as_they_can_be_and_megatron_lm_reads_them():
     for layers in (1, 5, 12, 61, 126):
         for pipeline in range(1, layers + 1):
-            found = list(divisions(layers, pipeline, interleaved=True))
-            assert len(found) == len(set(found)) and len(found[0]) == pipeline
-            for chunks in found:
+            divided = list(divisions(layers, pipeline, interleaved=True))
+            assert len(divided) == len(set(divided)) and len(divided[0]) == pipeline
+            for chunks in divided:
                 totals = [sum(chunks[stage::pipeline]) for stage in range(pipeline)]
                 assert sum(chunks) == layers and max(totals) - min(totals) <= 1
                 assert layers % pipeline or len(set(chunks)) == 1
@@ -68,42 +70,26 @@ def test_divisions_are_as_equal_as_they_can_be_and_megatron_lm_reads_them():
                     assert tuple(row.count(LayerType.decoder) for row in read) == chunks
     # 126 layers of Llama 3 405B as its paper has them: one less in the first and the last stage.
     assert (7, *[8] * 14, 7) in divisions(126, 16, interleaved=False)
+    asked = ["--pipeline-model-parallel-layout", "Et*1|(t*1|)*2t*0L"]
+    assert chunk_arguments((1, 1, 1, 0), 2, None) == asked
 
 
-def test_the_arguments_of_a_searched_layout_build_its_model():
-    """Three layers over two stages of two chunks each: the last chunk has none."""
-    words = "@llama3-tiny --num-layers 3 --pipeline-model-parallel-size 2"
-    asked = chunk_arguments((1, 1, 1, 0), 2, None)
-    assert asked == ["--pipeline-model-parallel-layout", "Et*1|(t*1|)*2t*0L"]
-    args = parse(f"{words} {asked[0]} {asked[1]}")
-    assert model_chunks(args) == (1, 1, 1, 0)
-    padded = padded_vocabulary(args, 1000, 1)
-    for stage, parts in enumerate(stages(args, load_recipe("bf16"), 2, (1, 1, 1, 0))):
-        planned = parameters(args, parts, padded, 1, 1, ends(stage, 2)).all
-        assert planned == parameter_count(args, padded, stage)
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus"), [(LLAMA_405B, 1024), (f"@{EXAMPLES}/hybrid-tiny.args --vocab-size 100", 6)]
-)
+@pytest.mark.parametrize(("model", "gpus"), [(LLAMA_405B, 1024), (HYBRID_TINY, 6)])
 def test_a_search_tries_stages_that_do_not_divide_the_layers(model, gpus):
     words = TrainingArguments(shlex.split(model))
-    tried = [
-        one for one in candidates(words, gpus, 8, interleaved=False) if not isinstance(one, str)
-    ]
-    unequal = [one for one in tried if len(set(one.layout.chunks)) > 1]
+    tried, _ = candidates(words, gpus, 8, interleaved=False)
+    unequal = [(layout, args) for layout, args in tried if len(set(layout.chunks)) > 1]
     assert unequal
     for layout, args in unequal[::40]:
         asked = [*layout.arguments(args.hybrid_layer_pattern), "--global-batch-size"]
         parsed = words.parse(gpus, [*asked, str(args.global_batch_size)])
-        assert candidate_of(parsed, gpus).layout == layout
+        assert layout_of(parsed, gpus) == layout
 
 
 def test_bars_of_a_hybrid_are_part_of_its_layout():
-    model = f"@{EXAMPLES}/hybrid-tiny.args --vocab-size 100 --hybrid-layer-pattern M|*|-M|-"
-    words = TrainingArguments(shlex.split(model))
-    layouts = [one.layout for one in candidates(words, 2, 8) if not isinstance(one, str)]
-    assert {layout.chunks for layout in layouts} == {(5,), (3, 2)}
+    words = TrainingArguments(shlex.split(f"{HYBRID_TINY} --hybrid-layer-pattern M|*|-M|-"))
+    tried, _ = candidates(words, 2, 8)
+    assert {layout.chunks for layout, _ in tried} == {(5,), (3, 2)}
 
 
 @pytest.mark.parametrize("size", ["0", "6", "-1"])

@@ -3,69 +3,35 @@
 import re
 import shlex
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from built import parse
+from built import EXAMPLES, LLAMA_8B, parse, planned
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.command import main
-from megatron_lowbit.planning.communication import Cluster, data_parallel, link
-from megatron_lowbit.planning.compute import Device, gemm_seconds
-from megatron_lowbit.planning.estimate import Estimate
+from megatron_lowbit.planning.device import ADDS_PRODUCTS, Device, gemm_name
+from megatron_lowbit.planning.estimate import BUBBLE, data_parallel
 from megatron_lowbit.planning.hardware import GPU, Figure, gpu, kinds
-from megatron_lowbit.planning.layouts import Layout, candidate_of, candidates
-from megatron_lowbit.planning.memory import in_flight, state
+from megatron_lowbit.planning.layouts import Layout, candidates, layout_of
+from megatron_lowbit.planning.memory import in_flight
 from megatron_lowbit.planning.model import Parameters
-from megatron_lowbit.planning.routing import adds_products, gemm_name
-from megatron_lowbit.planning.search import plan
+from megatron_lowbit.planning.search import plan_run
 from megatron_lowbit.planning.training_arguments import TrainingArguments
-from megatron_lowbit.recipes import Layer, load_recipe, load_recipes
+from megatron_lowbit.recipes import Layer, load_recipe
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-LLAMA_8B = f"@{EXAMPLES}/llama3-8b.args --vocab-size 128256"
-SIMPLE = GPU(
-    "simple",
-    (9, 0),
-    {
-        key: Figure(value, "made up")
-        for key, value in {
-            "copy_tb_per_s": 1.0, "kernel_share": 1.0, "gemm_sustained": 1.0, "gemm.bf16": 100.0,
-            "nvlink_gb_per_s": 100.0, "nvlink_latency_us": 0.0, "network_gb_per_s": 10.0,
-            "network_latency_us": 0.0,
-        }.items()
-    },
-)  # fmt: skip
-
-
-def planned(text: str, gpus: int = 1, kind: str = "h200", per_node: int = 8) -> Estimate:
-    args = TrainingArguments(shlex.split(text)).parse(gpus)
-    device = Device(gpu(kind), True, "mamba-ssm")
-    tried = [candidate_of(args, gpus)]
-    return plan(
-        tried,
-        load_recipes(args.precision_recipe, args.recipe_set),
-        128256,
-        device,
-        Cluster(device.gpu, per_node),
-    )[0]
-
-
-def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
-    tried = [
-        one
-        for one in candidates(TrainingArguments(shlex.split(text)), gpus, 8)
-        if not isinstance(one, str)
-    ]
-    args = tried[0].args
-    device = Device(gpu(kind), True, "mamba-ssm")
-    return plan(
-        tried,
-        load_recipes(args.precision_recipe, args.recipe_set),
-        128256,
-        device,
-        Cluster(device.gpu, 8),
-    )
+FIGURES = {
+    "copy_tb_per_s": 1.0, "kernel_share": 1.0, "gemm_sustained": 1.0, "gemm.bf16": 100.0,
+    "nvlink_gb_per_s": 100.0, "nvlink_latency_us": 0.0, "network_gb_per_s": 10.0,
+    "network_latency_us": 0.0,
+}  # fmt: skip
+SIMPLE = Device(
+    GPU("simple", (9, 0), {key: Figure(value, "made up") for key, value in FIGURES.items()})
+)
+H200 = Device(gpu("h200"))
+MOVED = 1 / H200.moved(1.0)
+"""Bytes/s of an H200's kernels."""
 
 
 @pytest.mark.parametrize(
@@ -110,37 +76,34 @@ def test_errors_name_the_argument_in_one_line(words, named):
     assert "\n" not in str(error.value)
 
 
+def cells(text: str, columns: int) -> list[list[str]]:
+    """Return the rows of a printed table with so many columns."""
+    rows = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row] for row in rows if len(row) == columns]
+
+
 def test_what_does_not_fit_is_left_out_and_counted(capsys):
     main(shlex.split(f"--gpus 4 --gpu h100 --top 1000 {LLAMA_8B}"))
     shown = capsys.readouterr().out
-    found = searched(LLAMA_8B, 4, "h100")
-    usable = (gpu("h100")["memory_gib"] - gpu("h100")["reserve_gib"]) * 2**30
-    fits = [one for one in found if one.most_memory <= usable]
-    assert 0 < len(fits) < len(found)
-    assert f"{len(found)} layouts tried: {len(found) - len(fits)} do not fit" in shown
-    rows = [line for line in shown.splitlines() if line.count("│") == 13]
-    assert len(rows) == len(fits)
-    columns = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows]
-    assert all(float(row[8]) * 2**30 <= usable + 2**27 for row in columns)
-    speeds = [float(row[9].replace(",", "")) for row in columns]
+    run = plan_run(shlex.split(LLAMA_8B), "h100", 4)
+    tried, fits = len(run.estimates), len(run.ranked)
+    assert 0 < fits < tried
+    assert f"{tried} layouts tried: {tried - fits} do not fit" in shown
+    rows = cells(shown, 12)
+    assert len(rows) == fits
+    assert all(float(row[8]) * 2**30 <= run.device.usable_bytes + 2**27 for row in rows)
+    speeds = [float(row[9].replace(",", "")) for row in rows]
     assert speeds == sorted(speeds, reverse=True)
-
-
-def cells(text: str, columns: int) -> list[list[str]]:
-    rows = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in row] for row in rows if len(row) == columns]
 
 
 def test_recipes_side_by_side_are_the_fastest_layout_of_each(capsys):
     main(shlex.split(f"--gpus 2 --gpu h200 {LLAMA_8B} --recipes bf16,fp8-tile --tokens 1e12"))
     rows = cells(capsys.readouterr().out, 9)
     assert [row[0] for row in rows] == ["bf16", "fp8-tile"]
-    usable = (gpu("h200")["memory_gib"] - gpu("h200")["reserve_gib"]) * 2**30
     speeds = []
     for name, *_, speed, ratio, _, days in rows:
-        found = searched(f"{LLAMA_8B} --precision-recipe {name}", 2)
-        fitting = [one.tokens_per_second for one in found if one.most_memory <= usable]
-        speeds.append(max(fitting))
+        run = plan_run(shlex.split(f"{LLAMA_8B} --precision-recipe {name}"), "h200", 2)
+        speeds.append(max(each.tokens_per_second for each in run.estimates if run.fits(each)))
         assert speed == f"{speeds[-1] / 2:,.0f}"
         assert ratio == f"{speeds[-1] / speeds[0]:.2f}"
         assert float(days) == pytest.approx(1e12 / speeds[-1] / 86400, abs=0.6)
@@ -195,7 +158,7 @@ def test_formats_without_tensor_cores_of_their_own_are_named(capsys, words, expe
 
 def test_every_layout_has_all_gpus_the_whole_batch_and_arguments_that_training_takes():
     words = TrainingArguments(shlex.split(LLAMA_8B))
-    layouts = {one.layout for one in candidates(words, 16, 8) if not isinstance(one, str)}
+    layouts = {layout for layout, _ in candidates(words, 16, 8)[0]}
     assert len(layouts) > 100
     for layout in layouts:
         assert layout.tensor * layout.pipeline * layout.data == 16 and layout.tensor <= 8
@@ -203,7 +166,7 @@ def test_every_layout_has_all_gpus_the_whole_batch_and_arguments_that_training_t
         assert sum(layout.chunks) == 32 and len(layout.chunks) == layout.pipeline * layout.virtual
     for layout in sorted(layouts)[::25]:
         args = words.parse(16, ["--global-batch-size", "256", *layout.arguments()])
-        assert candidate_of(args, 16).layout == layout
+        assert layout_of(args, 16) == layout
 
 
 @pytest.mark.parametrize(
@@ -215,8 +178,7 @@ def test_every_layout_has_all_gpus_the_whole_batch_and_arguments_that_training_t
     ],
 )
 def test_a_search_takes_no_notice_of_the_layout_that_is_given(given_too):
-    words = TrainingArguments(shlex.split(f"{LLAMA_8B} {given_too}"))
-    tried = [one for one in candidates(words, 4, 8) if not isinstance(one, str)]
+    tried, _ = candidates(TrainingArguments(shlex.split(f"{LLAMA_8B} {given_too}")), 4, 8)
     assert {layout.tensor for layout, _ in tried} >= {1, 2, 4}
     assert {layout.pipeline for layout, _ in tried} >= {1, 2, 4}
     for layout, args in tried:
@@ -244,10 +206,10 @@ def test_more_never_takes_less():
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     recomputed = planned(f"{model} {full}", 64)
     assert recomputed.most_memory < base.most_memory and recomputed.step > base.step
-    one = planned(LLAMA_8B)
+    alone = planned(LLAMA_8B)
     split = planned(f"{LLAMA_8B} --tensor-model-parallel-size 2 --sequence-parallel", 2)
-    assert split.most_memory < one.most_memory
-    assert one.tokens_per_second < split.tokens_per_second < 2 * one.tokens_per_second
+    assert split.most_memory < alone.most_memory
+    assert alone.tokens_per_second < split.tokens_per_second < 2 * alone.tokens_per_second
 
 
 def test_recipes_rank_as_their_tensor_cores_do():
@@ -275,10 +237,10 @@ def test_gemms_go_where_the_engine_sends_them():
         precision = load_recipe(name).precision_for(Layer("decoder.layers.16.mlp.x", 16, 32))
         for gemm, sides in precision.gemms.items():
             if sides.quantized:
-                found = gemm_name(precision, gemm, (9, 0), False)
-                start = next(text for key, text in words.items() if found.startswith(key))
+                name = gemm_name(precision, gemm, (9, 0), False)
+                start = next(text for key, text in words.items() if name.startswith(key))
                 assert engine.describe(sides.lhs.format, sides.rhs.format).startswith(start)
-                seen.add(found)
+                seen.add(name)
     assert len(seen) == 4
 
 
@@ -289,28 +251,27 @@ def test_gemms_that_add_to_the_main_gradient_are_the_engines():
     adding = {"bf16": routes.EXACT, "fp8 per tensor": routes.FOLDED, "fp8 per row": routes.ROWS,
               "fp8 1x128 . 128x128": routes.TILES, "fp32": routes.DEQUANTIZED}  # fmt: skip
     for name, route in adding.items():
-        assert adds_products(name) == (route in PRODUCTS_TO and route is not routes.TILES)
+        assert (name in ADDS_PRODUCTS) == (route in PRODUCTS_TO and route is not routes.TILES)
 
 
 def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
     """BF16 dW written, read and added: 12 bytes a weight, which fused GEMMs do not move."""
     model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe"
     separate = "--no-gradient-accumulation-fusion"
-    bandwidth = gpu("h200")["copy_tb_per_s"] * gpu("h200")["kernel_share"] * 1e12
     weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without the embedding and norms
     layers = weights - 128256 * 4096
     for recipe in ("bf16", "fp8-tensorwise"):
         fused = planned(f"{model} {recipe}").seconds
         apart = planned(f"{model} {recipe} {separate}").seconds
         more = (apart["elementwise"] - fused["elementwise"]) / 128
-        assert more == pytest.approx(12 * weights / bandwidth, rel=1e-6)
+        assert more == pytest.approx(12 * weights / MOVED, rel=1e-6)
         # An FP8 GEMM takes longer by what it reads and writes, but in a step's first microbatch.
         longer = (fused["GEMM"] - apart["GEMM"]) / 127
-        assert longer == pytest.approx(8 * layers / bandwidth if "fp8" in recipe else 0, rel=1e-6)
+        assert longer == pytest.approx(8 * layers / MOVED if "fp8" in recipe else 0, rel=1e-6)
     # GEMMs with a scale a row return a product in FP32, which is added to the gradient after them.
     rows = planned(f"{model} fp8-row").seconds["elementwise"]
     apart = planned(f"{model} fp8-row {separate}").seconds["elementwise"]
-    assert (rows - apart) / 128 == pytest.approx((4 * layers - 12 * 128256 * 4096) / bandwidth)
+    assert (rows - apart) / 128 == pytest.approx((4 * layers - 12 * 128256 * 4096) / MOVED)
 
 
 def test_what_is_folded_is_read_twice():
@@ -318,11 +279,10 @@ def test_what_is_folded_is_read_twice():
     model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe fp8-tile"
     folded = planned(model).seconds["quantization"]
     apart = planned(f"{model} --recipe-set folding=false").seconds["quantization"]
-    bandwidth = gpu("h200")["copy_tb_per_s"] * gpu("h200")["kernel_share"] * 1e12
     layers = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
     tokens = 256 * 4096 * sum(inputs + outputs for inputs, outputs in layers)
     weights = sum(inputs * outputs for inputs, outputs in layers)
-    assert folded - apart == pytest.approx(2 * 32 * (tokens + weights) / bandwidth)
+    assert folded - apart == pytest.approx(2 * 32 * (tokens + weights) / MOVED)
 
 
 def test_blackwell_multiplies_nvfp4_only_through_transformer_engine():
@@ -334,40 +294,29 @@ def test_blackwell_multiplies_nvfp4_only_through_transformer_engine():
 
 def test_a_gemm_takes_its_flops_or_its_bytes():
     # 2 * 1000^3 FLOPs at 100 TFLOP/s; 2 * (3 * 1000 * 1000) bytes at 1 TB/s are less.
-    assert gemm_seconds(1000, 1000, 1000, "bf16", SIMPLE) == pytest.approx(20e-6)
+    assert SIMPLE.multiplied(1000, 1000, 1000, "bf16") == pytest.approx(20e-6)
     # One column: 2 * (1e6 + 1000 + 1000) bytes.
-    assert gemm_seconds(1000, 1000, 1, "bf16", SIMPLE) == pytest.approx(2.004e-6)
+    assert SIMPLE.multiplied(1000, 1000, 1, "bf16") == pytest.approx(2.004e-6)
 
 
 def test_collectives_over_a_host_and_between_hosts():
-    cluster = Cluster(SIMPLE, 8)
     # 8e9 bytes over 4 ranks of a host: 3/4 of it at 100 GB/s.
-    assert link(cluster, 4, 1).gather(8e9, 4) == pytest.approx(0.06)
+    assert SIMPLE.link(4).gather(8e9, 4) == pytest.approx(0.06)
     # 16 ranks next to each other: 8 cards of 10 GB/s a host. Every eighth rank: one card.
-    assert link(cluster, 16, 1).bandwidth == 80e9
-    assert link(cluster, 2, 8).bandwidth == 10e9
+    assert SIMPLE.link(16).bandwidth == 80e9
+    assert SIMPLE.link(2, 8).bandwidth == 10e9
 
 
 def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quarters():
-    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, (1,))
-    args = parse("@llama3-tiny --use-distributed-optimizer")
-    count, cluster = Parameters(10**9, 0), Cluster(SIMPLE, 8)
-    sharded = data_parallel(args, count, layout, cluster)
-    assert sharded.gradients == pytest.approx(4e9 * 0.75 / 100e9)
-    assert sharded.parameters == pytest.approx(2e9 * 0.75 / 100e9)
-    halved = parse("@llama3-tiny --use-distributed-optimizer --grad-reduce-in-bf16")
-    assert 2 * data_parallel(halved, count, layout, cluster).gradients == sharded.gradients
-    whole = data_parallel(parse("@llama3-tiny"), count, layout, cluster)
-    assert whole.gradients == pytest.approx(2 * sharded.gradients) and whole.parameters == 0
+    def moved(more: str) -> tuple[float, float]:
+        return data_parallel(parse(f"@llama3-tiny {more}", 4), Parameters(10**9, 0), SIMPLE)
 
-
-def test_18_bytes_a_parameter_of_which_12_are_sharded():
-    args = parse("@llama3-tiny --use-distributed-optimizer")
-    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, (1,))
-    found = state(args, Parameters(1000, 0), layout)
-    assert found == {"weights": 2000, "main gradients": 4000, "optimizer": 3000}
-    one = state(parse("@llama3-tiny"), Parameters(1, 0), layout._replace(data=1))
-    assert sum(one.values()) == 18
+    gradients, gathers = moved("--use-distributed-optimizer")
+    assert gradients == pytest.approx(4e9 * 0.75 / 100e9)
+    assert gathers == pytest.approx(2e9 * 0.75 / 100e9)
+    halved, _ = moved("--use-distributed-optimizer --grad-reduce-in-bf16")
+    assert 2 * halved == gradients
+    assert moved("") == (pytest.approx(2 * gradients), 0)
 
 
 def test_1f1b_holds_a_microbatch_less_in_each_later_stage():
@@ -381,19 +330,11 @@ def test_1f1b_holds_a_microbatch_less_in_each_later_stage():
 def test_the_bubble_is_that_of_the_textbook():
     """(p - 1) / m of the time of the microbatches, where stages are equal."""
     text = f"@{EXAMPLES}/llama3-8b.args --num-layers 32 --pipeline-model-parallel-size 4"
-    args = TrainingArguments(shlex.split(text)).parse(4)
-    device = Device(gpu("h200"), True, "mamba-ssm")
     # A vocabulary so small that the ends weigh nothing.
-    (found,) = plan(
-        [candidate_of(args, 4)],
-        load_recipes(args.precision_recipe, args.recipe_set),
-        128,
-        device,
-        Cluster(device.gpu, 8),
-    )
-    seconds = Counter(found.seconds)
-    work = found.step - seconds["pipeline bubble"] - seconds["optimizer"]
-    assert seconds["pipeline bubble"] / work == pytest.approx(3 / 256, rel=0.02)
+    plan = planned(text, 4, vocabulary=128)
+    seconds = Counter(plan.seconds)
+    work = plan.step - seconds[BUBBLE] - seconds["optimizer"]
+    assert seconds[BUBBLE] / work == pytest.approx(3 / 256, rel=0.02)
 
 
 def test_every_figure_says_where_it_comes_from():
@@ -414,11 +355,32 @@ def test_weights_as_codes_take_their_bytes(recipe, kept, sent):
     model = f"@{EXAMPLES}/llama3-1b.args --vocab-size 128256 --bf16 --use-distributed-optimizer"
     linears = 16 * (2048 * 3072 + 2048 * 2048 + 2048 * 6144 + 3072 * 2048)
     others = 2 * 128256 * 2048 + 33 * 2048
-    found = planned(f"{model} --precision-recipe {recipe} --quantized-param-gather", gpus=2)
-    parts = found.memory[0].parts
+    plain = planned(f"{model} --precision-recipe {recipe}", gpus=2)
+    stored = planned(f"{model} --precision-recipe {recipe} --quantized-param-gather", gpus=2)
+    parts = stored.memory[0].parts
     weights = parts["weights"] + parts.get("quantized weights", 0)
     assert weights == pytest.approx(2 * others + kept * linears, rel=1e-3)
-    plain = planned(f"{model} --precision-recipe {recipe}", gpus=2)
     bandwidth = gpu("h200")["nvlink_gb_per_s"] * 1e9
-    less = plain.seconds["data parallel"] - found.seconds["data parallel"]
+    less = plain.seconds["data parallel"] - stored.seconds["data parallel"]
     assert less == pytest.approx((2 - sent) * linears / 2 / bandwidth, rel=1e-3, abs=1e-9)
+
+
+def test_rows_of_the_benchmark_of_stored_weights_take_what_the_options_save(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import stored_weights
+
+    model = f"{stored_weights.MODELS['llama3.2-1b']} {stored_weights.COMMON} --train-iters 8 "
+    model += "--micro-batch-size 2 --global-batch-size 4 "
+    # A machine without Transformer Engine refuses its optimizer.
+    rows = {name: words for name, words in stored_weights.ROWS.items() if "moments" not in name}
+    memory = {
+        name: planned(model + words, gpus=2, kind="h100").memory[0].total
+        for name, words in rows.items()
+    }
+    share = {name: size / memory["bf16"] for name, size in memory.items()}
+    assert share["fp8-tile, codes, FP8 SwiGLU"] == pytest.approx(0.823, abs=0.001)
+    for options in ("", ", codes", ", codes, FP8 SwiGLU"):
+        assert share[f"nvfp4{options}"] < share[f"fp8-tile{options}"] < 1
+    for recipe in ("fp8-tile", "nvfp4"):
+        sizes = [share[name] for name in rows if name.startswith(recipe)]
+        assert all(larger > smaller for larger, smaller in pairwise(sizes))

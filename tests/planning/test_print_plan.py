@@ -4,28 +4,23 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import Namespace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from built import EXAMPLES, LLAMA_8B
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.command import main
-from megatron_lowbit.planning.layouts import candidate_of
+from megatron_lowbit.planning.layouts import layout_of
 from megatron_lowbit.planning.search import changes, enough_gpus, plan_run
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-LLAMA_8B = f"@{EXAMPLES}/llama3-8b.args --vocab-size 128256"
 TINY = f"@{EXAMPLES}/llama3-tiny.args --vocab-size 1000"
 EXPERTS = f"@{EXAMPLES}/qwen3-30b-a3b.args --vocab-size 151936 --num-layers 4"
 
 
-def searched(text: str, **own):
-    settings = {"gpu": "h200", "gpus": 1, "gpus_per_node": 8, "as_given": False, "tokens": None}
-    return plan_run(Namespace(**settings | {"scan": "mamba-ssm"} | own), shlex.split(text))
+def searched(text: str, gpus: int = 1, kind: str = "h200", gpus_per_node: int = 8):
+    return plan_run(shlex.split(text), kind, gpus, gpus_per_node)
 
 
 def printed(text: str, capsys) -> list[str]:
@@ -53,26 +48,24 @@ def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(words, eno
 
 def test_the_number_of_gpus_is_the_smallest_of_those_tried():
     model = f"{LLAMA_8B} --num-layers 64 --precision-recipe fp8-tile"
-    enough = enough_gpus(Namespace(gpus=1, gpus_per_node=8), searched(model, gpu="h100"))
-    assert enough == 4
-    assert searched(model, gpu="h100", gpus=4).ranked
-    assert not searched(model, gpu="h100", gpus=3).ranked
+    assert enough_gpus(searched(model, kind="h100")) == 4
+    assert searched(model, kind="h100", gpus=4).ranked
+    assert not searched(model, kind="h100", gpus=3).ranked
 
 
 def test_no_number_of_gpus_is_enough_for_a_batch_that_none_divides():
-    own = Namespace(gpus=37, gpus_per_node=37)
-    assert enough_gpus(own, searched(LLAMA_8B, gpus=37, gpus_per_node=37)) is None
+    assert enough_gpus(searched(LLAMA_8B, gpus=37, gpus_per_node=37)) is None
 
 
 def test_no_number_of_gpus_is_searched_that_cannot_hold_the_weights(monkeypatch):
-    found = searched(f"{LLAMA_8B} --ffn-hidden-size {2**62}")
+    run = searched(f"{LLAMA_8B} --ffn-hidden-size {2**62}")
     monkeypatch.setattr("megatron_lowbit.planning.search.candidates", None)
-    assert enough_gpus(Namespace(gpus=8, gpus_per_node=8), found) is None
+    assert enough_gpus(run) is None
 
 
 def test_grouped_experts_are_named_with_the_speed_that_a_search_finds(capsys):
     plain, grouped = (
-        searched(f"{EXPERTS}{more}", gpus=2, gpu="b200").best.tokens_per_second
+        searched(f"{EXPERTS}{more}", gpus=2, kind="b200").best.tokens_per_second
         for more in ("", " --moe-grouped-gemm")
     )
     assert grouped > 1.1 * plain
@@ -80,7 +73,7 @@ def test_grouped_experts_are_named_with_the_speed_that_a_search_finds(capsys):
     (line,) = (line for line in lines if line.startswith("--moe-grouped-gemm"))
     ratio = float(re.search(r"([\d.]+)x the tokens/s", line)[1])
     assert ratio == pytest.approx(grouped / plain, rel=0.02)
-    given = list(changes(searched(f"{EXPERTS} --moe-grouped-gemm", gpus=2), 2, as_given=False))
+    given = list(changes(searched(f"{EXPERTS} --moe-grouped-gemm", gpus=2)))
     assert not any("grouped" in line for line in given)
 
 
@@ -115,7 +108,7 @@ def test_the_last_line_is_a_command_that_asks_for_the_first_layout(words, starts
     run = tokens[tokens.index("lowbit-pretrain") + 1 :]
     gpus = int(re.search(r"--gpus (\d+)", words)[1])
     args = TrainingArguments(run).parse(gpus)
-    layout = candidate_of(args, gpus).layout
+    layout = layout_of(args, gpus)
     if "--as-given" not in words and "--recipes" not in words:
         row = [str(size) for size in layout[:7]]
         table = [re.split(r"\s*│\s*", line.strip("│ ")) for line in lines if line.startswith("│")]

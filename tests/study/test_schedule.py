@@ -14,42 +14,15 @@ from megatron_lowbit.study.command import main
 from megatron_lowbit.study.definition import Job, Study, jobs_of, training_words
 from megatron_lowbit.study.schedule import Pace, commands_of, pace_of
 
-# As Megatron-LM ends on a signal: with a checkpoint, and with success.
-TRAINING = """
-import json, signal, sys, time
-from pathlib import Path
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-folder = Path(arguments["--save"])
-tracker = folder / "latest_checkpointed_iteration.txt"
-begin = int(tracker.read_text()) if "--load" in arguments else 0
-assert arguments.get("--load", str(folder)) == str(folder)
-def leave(*_):
-    tracker.write_text(str(i))
-    sys.exit(0)
-signal.signal(signal.SIGTERM, leave)
-with (folder / "metrics.jsonl").open("a") as file:
-    for i in range(begin + 1, 21):
-        record = {"iteration": i, "lm_loss": 2.0 + 1 / i, "consumed_tokens": i, "began": begin}
-        file.write(json.dumps(record) + chr(10))
-        file.flush()
-        time.sleep(float(arguments["--sleep"]))
-"""
-
-
-def jobs(*names: str) -> list[Job]:
-    return [Job(name, 1, Path(name), []) for name in names]
-
-
-def names(commands: list[list[Job]]) -> list[str]:
-    return ["".join(job.name for job in own) for own in commands]
-
 
 def test_what_fits_into_a_command():
     """In order, on the first place that is free; what is too long has a command alone."""
     seconds = {"a": 4.0, "b": 6.0, "c": 5.0, "d": 5.0, "e": 30.0, "f": 1.0}
 
-    def divided(places: int, *own: str) -> list[str]:
-        return names(commands_of(jobs(*own), lambda job: seconds[job.name], places, 10.0))
+    def divided(places: int, *names: str) -> list[str]:
+        jobs = [Job(name, 1, Path(name), []) for name in names]
+        commands = commands_of(jobs, lambda job: seconds[job.name], places, 10.0)
+        return ["".join(job.name for job in command) for command in commands]
 
     assert divided(1, "a", "b", "c", "d") == ["ab", "cd"]
     assert divided(2, "a", "b", "c", "d") == ["abc", "d"]
@@ -91,50 +64,37 @@ def test_arguments_of_training():
         assert training_words(job) == ["--lr", "1", "--more", "2", "--seed", "1"]
 
 
-@pytest.fixture
-def study(tmp_path):
-    def write(sleep: float) -> Path:
-        (tmp_path / "train.py").write_text(TRAINING)
-        file = tmp_path / "study.yaml"
-        file.write_text(
-            f"script: {tmp_path}/train.py\narguments: --sleep {sleep}\nseeds: [1, 2]\n"
-            "runs: {base: '', other: --scale 2}\n"
-        )
-        return file
-
-    return write
-
-
 def began(folder: Path) -> list[int]:
     """Return the iterations that the parts of a run began after."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return sorted({json.loads(line)["began"] for line in lines})
 
 
-def test_runs_stop_in_time_and_go_on_elsewhere(study, tmp_path, capsys):
+def test_runs_stop_in_time_and_go_on_elsewhere(study, write_script, tmp_path, capsys):
     """A run that is stopped is not finished; its folder may be carried to another machine."""
-    file, output, carried = study(sleep=0.5), tmp_path / "here", tmp_path / "there" / "runs"
+    file = study(sleep=0.5, base="--scale 2", other="--scale 2")
+    output, carried = tmp_path / "here", tmp_path / "there" / "runs"
     main(["run", str(file), "--output", str(output), "--minutes", str(4 / 60)])
     assert "4 runs are left; the same command continues with them" in capsys.readouterr().err
     assert [path.name for path in output.iterdir()] == ["base-1"]
     assert not json.loads((output / "base-1" / "study.json").read_text())["finished"]
     carried.parent.mkdir()
     output.rename(carried)
-    (tmp_path / "train.py").write_text(TRAINING.replace("time.sleep", "(lambda _: None)"))
+    write_script("time.sleep", "(lambda _: None)")
     main(["run", str(file), "--output", str(carried)])
     first, last = began(carried / "base-1")
-    assert first == 0 < last < 20
+    assert (first, last) == (0, 7)
     assert began(carried / "other-2") == [0]
     assert (carried / "comparison.html").is_file()
 
 
 def test_no_run_is_started_that_would_not_end_in_time(study, tmp_path, capsys, monkeypatch):
     """The first takes 1.2 s of a clock that goes by its iterations: no second one begins in 2 s."""
-    file, output = study(sleep=0.0), tmp_path / "out"
+    file, output = study(base="--scale 2", other="--scale 2"), tmp_path / "out"
 
     def now() -> float:
         logs = output.rglob("metrics.jsonl")
-        return 0.06 * sum(len(log.read_text().splitlines()) for log in logs)
+        return 0.03 * sum(len(log.read_text().splitlines()) for log in logs)
 
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
     main(["run", str(file), "--output", str(output), "--minutes", str(2 / 60)])
@@ -143,18 +103,17 @@ def test_no_run_is_started_that_would_not_end_in_time(study, tmp_path, capsys, m
     assert "3 runs are left" in capsys.readouterr().err
 
 
-def test_a_run_that_is_stopped_at_its_end_is_finished(study, tmp_path, monkeypatch):
+def test_a_run_that_is_stopped_at_its_end_is_finished(study, write_script, tmp_path, monkeypatch):
     """The time is up after its last iteration, while it still saves."""
-    file, output = study(sleep=0.0), tmp_path / "out"
-    text = (tmp_path / "train.py").read_text()
-    (tmp_path / "train.py").write_text(text + "time.sleep(60)\n")
+    file, output = study(base="--scale 2", other="--scale 2"), tmp_path / "out"
+    write_script("sys.exit(int(", "time.sleep(60)\nsys.exit(int(")
     log = output / "base-1" / "metrics.jsonl"
 
     def now() -> float:
-        return 0.05 * len(log.read_text().splitlines()) if log.is_file() else 0.0
+        return 0.025 * len(log.read_text().splitlines()) if log.is_file() else 0.0
 
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
-    words = ["--output", str(output), "--minutes", str(1 / 60), "--", "--train-iters", "20"]
+    words = ["--output", str(output), "--minutes", str(1 / 60), "--", "--train-iters", "40"]
     main(["run", str(file), *words])
     assert json.loads((output / "base-1" / "study.json").read_text())["finished"]
     assert not list(output.glob("base-1/latest*"))

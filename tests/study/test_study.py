@@ -28,47 +28,6 @@ from tests.fuzzed_yaml import changed_documents, damaged_texts
 ROOT = Path(__file__).parents[2]
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "from megatron_lowbit.commands import study; study()"
-TRAINING = """
-import json, signal, sys, time
-from pathlib import Path
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-folder, seed = Path(arguments["--save"]), int(arguments["--seed"])
-tracker = folder / "latest_checkpointed_iteration.txt"
-begin = int(tracker.read_text()) if arguments.get("--load") == str(folder) else 0
-if "--ckpt-step" in arguments:
-    begin = int(arguments["--ckpt-step"])
-    assert (Path(arguments["--load"]) / "iter_0000040").is_dir()
-def leave(*_):
-    tracker.write_text("7")
-    sys.exit()
-signal.signal(signal.SIGTERM, leave)
-with (folder / "metrics.jsonl").open("a") as file:
-    for i in range(begin + 1, 41):
-        record = {"iteration": i, "lm_loss": float(arguments["--scale"]) + seed / i, "began": begin,
-                  "consumed_tokens": i, "tokens_per_second": 1.0, "more": arguments.get("--more")}
-        file.write(json.dumps(record) + chr(10))
-        file.flush()
-        time.sleep(float(arguments["--sleep"]))
-(folder / "iter_0000040").mkdir()
-tracker.write_text("40")
-sys.exit(int(arguments.get("--code", 0)))
-"""
-
-
-@pytest.fixture
-def study(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINING)
-
-    def write(sleep: float = 0.0, branch: str = "", **runs: str) -> Path:
-        file = tmp_path / "some-study.yaml"
-        runs = "".join(f"  {name}: {arguments}\n" for name, arguments in runs.items())
-        file.write_text(
-            f"script: {tmp_path}/train.py\narguments: --sleep {sleep}\nseeds: [1, 2]\nruns:\n{runs}"
-            + branch
-        )
-        return file
-
-    return write
 
 
 def wait_for(file: Path) -> None:
@@ -204,14 +163,8 @@ def test_recipes_compared_from_any_folder(tmp_path, monkeypatch, capsys):
     assert "<h1>bf16, mine</h1>" in Path("out/comparison.html").read_text()
 
 
-def test_seeds_of_the_command_line_are_used(study, tmp_path):
-    file = study(base="--scale 2")
-    main(["run", str(file), "--seeds", "5", "--output", str(tmp_path / "out")])
-    assert (tmp_path / "out" / "base-5").is_dir() and not (tmp_path / "out" / "base-1").exists()
-
-
 @pytest.mark.slow
-def test_recipes_in_place_of_a_studys_runs(study, tmp_path):
+def test_recipes_in_place_of_a_studys_runs(study, write_script, tmp_path):
     """The baseline, which is there already, and the seeds are the study's."""
     file, output = study(base="--scale 2", other="--scale 3"), tmp_path / "out"
     main(["run", str(file), "--output", str(output), "--seeds", "1"])
@@ -220,7 +173,7 @@ def test_recipes_in_place_of_a_studys_runs(study, tmp_path):
     more = ["--", "--scale", "2"]
     with pytest.raises(UserError, match="base-1: holds a run with other arguments"):
         main(["run", str(file), "--recipes", str(mine), "--output", str(output), *more])
-    (tmp_path / "train.py").write_text(TRAINING.replace('arguments["--scale"]', "2"))
+    write_script('arguments["--scale"]', "2")
     main(["run", str(file), "--recipes", str(mine), "--output", str(output)])
     folders = {path.name for path in output.iterdir() if path.is_dir()}
     assert folders == {"base-1", "base-2", "other-1", "mine-1", "mine-2"}
@@ -233,19 +186,34 @@ def test_recipes_in_place_of_a_studys_runs(study, tmp_path):
         main(["run", str(file), "--recipes", str(base), "--output", str(output)])
 
 
+NUMBERS = {
+    "run": ["--at-once 0", "--at-once -3", *(f"--minutes {x}" for x in ("nan", "-5", "0", "inf")),
+            "--leave-out nan", "--leave-out -1"],
+    "plan": ["--at-once 0", "--at-once -3", *(f"--minutes {x}" for x in ("nan", "-5", "0", "inf")),
+             "--start-up nan", "--count 0"],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "give STUDY.yaml or --recipes"),
-        (["x.yaml", "--recipes", "bf16", "nvfp4"], "study file x.yaml does not exist"),
-        (["--recipes", "bf16"], "two recipes or more"),
-        (["--recipes", "bf16", "bf16"], "two have the same name"),
-        (["--recipes", "bf16", "nvfp5"], "unknown recipe 'nvfp5'"),
+        ("run", "give STUDY.yaml or --recipes"),
+        ("run x.yaml --recipes bf16 nvfp4", "study file x.yaml does not exist"),
+        ("run --recipes bf16", "two recipes or more"),
+        ("run --recipes bf16 bf16", "two have the same name"),
+        ("run --recipes bf16 nvfp5", "unknown recipe 'nvfp5'"),
+        ("run --recipes bf16 nvfp4 --seeds 3 3", "seeds 3 3: each must be given once"),
+        ("run --only x --recipes bf16 nvfp4", "--only names runs of STUDY.yaml: not with"),
+        *[
+            (f"{command} --recipes bf16 nvfp4 {number}", f"{number.split()[0]} .*: must be "
+             + ("not negative" if number[:4] in ("--le", "--st") else "positive") + " and finite")
+            for command, numbers in NUMBERS.items() for number in numbers
+        ],
     ],
-)
-def test_recipes_that_do_not_fit(tmp_path, arguments, named):
+)  # fmt: skip
+def test_arguments_that_are_refused(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
-        main(["run", *arguments, "--output", str(tmp_path / "out")])
+        main([*arguments.split(), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
@@ -259,8 +227,8 @@ def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
     for seed in (1, 2):
         command = json.loads((output / f"base-{seed}" / "study.json").read_text())["command"]
         assert command[-4:] == ["--save-interval", "30", "--seed", str(seed)]
-        found = lines(output / f"changed-{seed}")
-        assert [line["iteration"] for line in found] == list(range(31, 41))
+        changed = lines(output / f"changed-{seed}")
+        assert [line["iteration"] for line in changed] == list(range(31, 41))
         assert not list(output.glob("*/iter_*"))
     shown = capsys.readouterr().out
     assert shown.index("base") < shown.index("changed")
@@ -290,8 +258,6 @@ def test_some_runs_of_a_study(study, tmp_path):
     assert lines(tmp_path / "out" / "late-1")[0]["iteration"] == 21
     with pytest.raises(UserError, match=r"--only: no run 'mine'; use some of \['base', 'other'"):
         main([*command, "mine"])
-    with pytest.raises(UserError, match=r"--only names runs of STUDY\.yaml: not with --recipes"):
-        main([*command, "last", "--recipes", "nvfp4"])
 
 
 def test_a_branch_fails_with_its_trunk(study, tmp_path):
@@ -301,7 +267,7 @@ def test_a_branch_fails_with_its_trunk(study, tmp_path):
     assert not (output / "changed-1").exists()
 
 
-def test_an_interrupted_study_goes_on(study, tmp_path):
+def test_an_interrupted_study_goes_on(study, write_script, tmp_path):
     """Ctrl-C stops the run with a checkpoint, in one line; run again, it goes on from there."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
     arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
@@ -311,17 +277,16 @@ def test_an_interrupted_study_goes_on(study, tmp_path):
     assert first.returncode == 130
     assert shown.endswith(b"interrupted; the same command resumes the study\n")
     assert b"Traceback" not in shown and b"7" in (output / "base-1" / TRACKER).read_bytes()
-    (tmp_path / "train.py").write_text(TRAINING.replace("time.sleep", "(lambda _: None)"))
+    write_script("time.sleep", "(lambda _: None)")
     main(arguments)
     assert [line["began"] for line in lines(output / "base-1")][-1] == 7
     assert lines(output / "base-1")[-1]["iteration"] == 40
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_waits_for_no_checkpoint(study, tmp_path):
+def test_a_second_ctrl_c_waits_for_no_checkpoint(study, write_script, tmp_path):
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
-    stubborn = TRAINING.replace("sys.exit()", "time.sleep(60)")
-    (tmp_path / "train.py").write_text(stubborn)
+    write_script("sys.exit()", "time.sleep(60)")
     study_run = started(["run", str(file), "--output", str(output)], output)
     os.kill(study_run.pid, signal.SIGINT)
     wait_for(output / "base-1" / TRACKER)
@@ -374,32 +339,6 @@ def test_files_without_an_end_are_not_read(tmp_path):
     for file in (Path("/dev/zero"), tmp_path):
         with pytest.raises(UserError, match=f"study file {file} is not a file"):
             read_study(file)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *[f"{command} --at-once {value}" for command in ("run", "plan") for value in (0, -3)],
-        *[
-            f"{command} --minutes {value}"
-            for command in ("run", "plan")
-            for value in ("nan", "-5", "0", "inf")
-        ],
-        *["run --leave-out nan", "run --leave-out -1", "plan --start-up nan", "plan --count 0"],
-    ],
-)
-def test_numbers_that_are_refused(tmp_path, arguments):
-    command, name, value = arguments.split()
-    limit = "not negative" if name in ("--leave-out", "--start-up") else "positive"
-    with pytest.raises(UserError, match=f"{name} .*: must be {limit} and finite"):
-        main([command, "--recipes", "bf16", "nvfp4", "--output", str(tmp_path), name, value])
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_seed_given_twice(study, tmp_path):
-    file = study(base="--scale 2")
-    with pytest.raises(UserError, match="seeds 3 3: each must be given once"):
-        main(["run", str(file), "--seeds", "3", "3", "--output", str(tmp_path / "out")])
 
 
 KEYS = ["script", "arguments", "seeds", "runs", "branches", "iteration", "bf16", "nvfp4"]
@@ -462,16 +401,17 @@ def test_folders_of_others_are_refused(study, tmp_path, what):
     assert what == "a link to nothing" or os.listdir(other) == ["iter_0000040"]
 
 
-def test_only_checkpoints_are_deleted(study, tmp_path):
+def test_only_checkpoints_are_deleted(study, write_script, tmp_path):
     file, output = study(base="--scale 2", other="--scale 2"), tmp_path / "out"
     more = (
         "\n(folder / 'iter_notes').mkdir(exist_ok=True)"
         "\n(folder / 'latest_notes.txt').write_text('')"
         "\n(folder / 'iter_0000009').symlink_to('iter_notes')\n"
     )
-    (tmp_path / "train.py").write_text(TRAINING.replace("sys.exit(int(", more + "sys.exit(int("))
-    main(["run", str(file), "--output", str(output), "--seeds", "1"])
-    left = {path.name for path in (output / "base-1").iterdir()}
+    write_script("sys.exit(int(", more + "sys.exit(int(")
+    main(["run", str(file), "--output", str(output), "--seeds", "5"])
+    assert not (output / "base-1").exists()
+    left = {path.name for path in (output / "base-5").iterdir()}
     assert left == {"iter_notes", "iter_0000009", "latest_notes.txt", "metrics.jsonl",
                     "output.log", "study.json"}  # fmt: skip
 
