@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.megatron.common_state import read_common_state
+from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.storage.pickles import Reader
 
 HISTORIES = "amax_history."

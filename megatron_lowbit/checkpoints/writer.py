@@ -25,7 +25,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from megatron_lowbit.checkpoints.reader import TensorSlice
-from megatron_lowbit.megatron.common_state import KEY, as_object
+from megatron_lowbit.megatron.run.common_state import KEY, as_object
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.resumable_output import ResumableOutput, Span, in_files
 

@@ -58,8 +58,8 @@ class Sensitivity:
         """Measure these chunks from now on; return them."""
         import torch.distributed as dist
 
-        from megatron_lowbit.megatron.quantization_log import Measurement
-        from megatron_lowbit.megatron.steps import steps_of
+        from megatron_lowbit.megatron.features.logs import Measurement
+        from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
 
         mine = {
             module.layer_state.plan.layer.path: module.weight.numel() * module.tp_group.size()
@@ -73,12 +73,13 @@ class Sensitivity:
             self._weights |= weights
 
         def begin_step(iteration: int, training: bool) -> None:
-            Measurement(chunks, iteration, self._add)
+            measurement = Measurement(chunks, iteration)
+            run_after_backward(chunks, lambda: self._add(measurement.end()))
 
         steps_of(self._args, chunks).listeners.append(begin_step)
         return chunks
 
-    def _add(self, iteration: int, errors: dict[str, dict[str, float]]) -> None:
+    def _add(self, errors: dict[str, dict[str, float]]) -> None:
         for path, figures in errors.items():
             found = figures.get(OUTPUT, 0.0), figures.get(WEIGHT_GRADIENT, 0.0)
             self._errors.setdefault(path, []).append(found)
@@ -126,7 +127,7 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
     # As slow as training to import.
     from megatron_lowbit.arguments import front_parser, parse_arguments
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.error_translation import translate_assertions
+    from megatron_lowbit.megatron.run.errors import translate_assertions
 
     words = CommandLine(front_parser(), expand_files(training))
     for flag in UNUSED:

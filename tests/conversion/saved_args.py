@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowbit.megatron.common_state import read_common_state
+from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.storage import files
 
 

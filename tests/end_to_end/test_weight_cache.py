@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from tiny_run import done, losses
 
-from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.megatron.layers.state import LayerState
 from megatron_lowbit.recipes import LinearPrecision
 
 RECIPE = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none", "--train-iters", 2)

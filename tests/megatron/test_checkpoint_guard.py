@@ -19,9 +19,9 @@ from megatron.training import global_vars, training
 from megatron.training.checkpointing import read_metadata
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
-from megatron_lowbit.megatron.load_source import choose_checkpoint, verify_checkpoint
-from megatron_lowbit.megatron.metrics import MetricsWriter
+from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard, Recorder
+from megatron_lowbit.megatron.run.load_source import choose_checkpoint, verify_checkpoint
+from megatron_lowbit.megatron.run.metrics import MetricsWriter
 from megatron_lowbit.storage import files, replacement
 
 pytestmark = pytest.mark.usefixtures("single_process")

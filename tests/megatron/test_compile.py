@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.parse import command_line
-from megatron_lowbit.megatron.linear import local_linears
+from megatron_lowbit.megatron.layers.local import linears_of
 from megatron_lowbit.megatron.pretrain import run, teardown
 
 ARGUMENTS = """
@@ -30,7 +30,7 @@ def losses(folder, *hooks):
 
 
 def compile_linears(chunks):
-    for module in local_linears(chunks[0]).values():
+    for module in linears_of(chunks[0]).values():
         module.compile(backend="aot_eager")
     return chunks
 

@@ -10,8 +10,9 @@ import torch
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.precision import Machine
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import dry_run, pretrain
-from megatron_lowbit.megatron.model_config import model_config_of
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.recipe_hook import model_config_of
+from megatron_lowbit.megatron.run import dry_run
 from megatron_lowbit.recipes.show import model_layers
 
 # isort: split

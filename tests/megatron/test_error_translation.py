@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import TrainingError, UserError
-from megatron_lowbit.megatron.error_translation import (
+from megatron_lowbit.megatron.run.errors import (
     translate_assertions,
     translate_machine_limits,
     translate_missing_packages,

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lowbit.megatron import experts
-from megatron_lowbit.megatron.layer_plan import layer_of
-from megatron_lowbit.megatron.random_key import microbatch_key, set_microbatch_key
+from megatron_lowbit.megatron.layers import state as experts
+from megatron_lowbit.megatron.layers.state import layer_of
+from megatron_lowbit.megatron.run.steps import microbatch_key, set_microbatch_key
 
 # isort: split
 from megatron.core import parallel_state
@@ -72,8 +72,8 @@ def test_a_key_leaves_the_generators_draws_alone(key_of):
 @pytest.mark.parametrize(("rank", "first"), [(0, 0), (1, 4), (3, 12)])
 def test_the_first_local_expert(place, rank, first):
     place(get_expert_model_parallel_rank=rank, get_expert_model_parallel_world_size=4)
-    assert experts.first_local(SimpleNamespace(num_moe_experts=16)) == first
-    assert experts.first_local(SimpleNamespace(num_moe_experts=None)) == 0
+    assert experts.first_local_expert(SimpleNamespace(num_moe_experts=16)) == first
+    assert experts.first_local_expert(SimpleNamespace(num_moe_experts=None)) == 0
 
 
 def test_places_among_replicas(place):

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import compatibility
-from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
+from megatron_lowbit.megatron.layers.specs import use_gemma_layers
 
 USUAL = {
     "geglu": False, "sandwich_norm": False, "window_rotary_base": None, "swiglu": False,

@@ -8,11 +8,10 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import lowbit_linear
-from megatron_lowbit.megatron import layer_state
-from megatron_lowbit.megatron.grouped_experts import with_grouped_experts
-from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
-from megatron_lowbit.megatron.layer_state import layer_states
-from megatron_lowbit.megatron.transformer_engine_experts import Expert, take_over_expert
+from megatron_lowbit.megatron.layers import state as layer_state
+from megatron_lowbit.megatron.layers.local import with_grouped_experts
+from megatron_lowbit.megatron.layers.state import LayerPlan, layer_of, layer_states
+from megatron_lowbit.megatron.layers.transformer_engine import Expert, take_over_expert
 from megatron_lowbit.recipes import Layer, load_recipe
 from tests.megatron.test_experts import chunk  # noqa: F401
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lowbit.megatron import metrics, pretrain
-from megatron_lowbit.megatron.metrics import MetricsWriter
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.run import metrics
+from megatron_lowbit.megatron.run.metrics import MetricsWriter
 
 # isort: split
 from megatron.training import global_vars

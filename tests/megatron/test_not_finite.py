@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.parse import command_line
-from megatron_lowbit.megatron.linear import local_linears
+from megatron_lowbit.megatron.layers.local import linears_of
 from megatron_lowbit.megatron.pretrain import run, teardown
 from tests.marks import others_slow
 
@@ -45,7 +45,7 @@ def train(recipe: str, backward: bool, *more: str) -> None:
     """Run two iterations with an infinity in fc2's input of the last MLP, or in its gradient."""
 
     def spoil(chunks):
-        linear = local_linears(chunks[0])[f"{MLP}.linear_fc2"]
+        linear = linears_of(chunks[0])[f"{MLP}.linear_fc2"]
         linear.register_forward_pre_hook(
             lambda module, inputs: (Infinity.apply(inputs[0], backward), *inputs[1:])
         )

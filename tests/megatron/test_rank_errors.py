@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import UserError, error_behind
-from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks
+from megatron_lowbit.megatron.run.errors import raise_on_all_ranks
 
 FOLDER = Path("/somewhere")
 

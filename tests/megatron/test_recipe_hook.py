@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.recipe_hook import use_recipe
-from megatron_lowbit.megatron.workarounds import train_biases_of_experts
+from megatron_lowbit.megatron.run.workarounds import train_biases_of_experts
 
 FINE = {
     "transformer_impl": "local", "multi_latent_attention": False, "tensor_model_parallel_size": 1,

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.megatron.dry_run import _PlannedEngine
-from megatron_lowbit.megatron.start_up import _products
+from megatron_lowbit.megatron.recipe_hook import _products
+from megatron_lowbit.megatron.run.dry_run import _PlannedEngine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.show import model_layers
 
