@@ -33,6 +33,7 @@ from megatron_lowbit.megatron.features.logs import Fallbacks, QuantizationLog
 from megatron_lowbit.megatron.features.oscillation import OscillationResets
 from megatron_lowbit.megatron.features.quantized_parameters import QuantizedParameters
 from megatron_lowbit.megatron.layers import local
+from megatron_lowbit.megatron.layers.experts import with_grouped_experts
 from megatron_lowbit.megatron.layers.hybrid import use_best_scan, use_local_stack
 from megatron_lowbit.megatron.layers.mxnorm import MXNormLayers, mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.layers.specs import change_specs, use_gemma_layers
@@ -110,7 +111,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.mxnorm:
         use_mxnorm_spec(model_config)
     if args.moe_grouped_gemm and args.transformer_impl == "local":
-        change_specs(model_config, local.with_grouped_experts)
+        change_specs(model_config, with_grouped_experts)
     hook = RecipeHook(recipe, args)
     model_config.pre_wrap_hooks.append(hook)
     model_config.post_wrap_hooks.append(hook.wrap)

@@ -1,4 +1,4 @@
-"""CUDA graphs under a recipe: what is refused, keys in memory, passes that are thrown away."""
+"""CUDA graphs under a recipe: keys in memory, weights, passes that are thrown away."""
 
 from argparse import Namespace
 from functools import lru_cache
@@ -9,11 +9,9 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, lowbit_linear
 from megatron_lowbit.layers.autograd_state import flatten
-from megatron_lowbit.megatron import compatibility
 from megatron_lowbit.megatron.features import cuda_graphs
 from megatron_lowbit.megatron.features.cuda_graphs import CudaGraphs
 from megatron_lowbit.megatron.layers import state as layer_state
@@ -22,36 +20,10 @@ from megatron_lowbit.megatron.pretrain import free_cuda_graphs, teardown
 from megatron_lowbit.numerics import FORMATS
 from megatron_lowbit.numerics.randomness import key_table, microbatch_key
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, load_recipe
-from tests.megatron.test_recipe_hook import FINE
+from tests.megatron.test_compatibility import GRAPHS
 
-ARGS = {
-    **FINE, "cuda_graph_impl": "local", "eval_precision": "recipe", "eval_iters": 10,
-    "overlap_param_gather": False, "use_torch_fsdp2": False,
-}  # fmt: skip
+ARGS = {**GRAPHS, "overlap_param_gather": False, "use_torch_fsdp2": False}
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"cuda_graph_impl": "full_iteration"}, "which it replays as one; use local"),
-        ({"eval_precision": "bf16"}, "use --eval-precision recipe"),
-        (
-            {"eval_precision": "bf16", "eval_iters": 0, "full_validation": True},
-            "use --eval-precision recipe",
-        ),
-        ({"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),
-        (
-            {"recompute_granularity": "selective", "pipeline_model_parallel_size": 2},
-            "another microbatch's random keys",
-        ),
-    ],
-)
-def test_what_is_refused(change, reason):
-    recipe = load_recipe("nvfp4")
-    compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), recipe))
-    with pytest.raises(UserError, match=f"^--cuda-graph-impl .* under a recipe: .*{reason}"):
-        compatibility.refuse(compatibility.cuda_graphs(Namespace(**{**ARGS, **change}), recipe))
 
 
 def test_the_next_run_in_a_process_has_no_graphs_yet(monkeypatch):
@@ -65,32 +37,6 @@ def test_the_next_run_in_a_process_chooses_its_own_generators(monkeypatch):
     with teardown():
         pass
     assert not random._CUDA_RNG_STATE_TRACKER_INITIALIZED
-
-
-def test_signs_that_no_kernel_draws_are_refused():
-    """TetraJet-v2's format has none; with fixed signs nothing of a GPU's memory is read."""
-    fresh = [f"{gemm}.hadamard.signs=fresh" for gemm in ("dgrad", "wgrad")]
-    with pytest.raises(UserError, match="fresh signs of a format without kernels"):
-        compatibility.refuse(
-            compatibility.cuda_graphs(Namespace(**ARGS), load_recipe("tetrajet2", fresh))
-        )
-    for name in ("tetrajet2", "quartet2", "mxfp4-backward"):
-        compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), load_recipe(name)))
-
-
-def test_runs_without_evaluation_need_no_precision_for_it():
-    args = Namespace(**{**ARGS, "eval_precision": "bf16", "eval_iters": 0})
-    compatibility.refuse(compatibility.cuda_graphs(args, load_recipe("nvfp4")))
-
-
-@pytest.mark.parametrize(
-    "change", [{"cuda_graph_impl": "transformer_engine"}, {"num_experts": 4}], ids=str
-)
-def test_switches_that_are_refused(change):
-    recipe = load_recipe("nvfp4", ["switches.heal={iteration: 4, to: bf16}"])
-    compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), recipe))
-    with pytest.raises(UserError, match="where the recipe switches"):
-        compatibility.refuse(compatibility.cuda_graphs(Namespace(**{**ARGS, **change}), recipe))
 
 
 def states(*recipes):

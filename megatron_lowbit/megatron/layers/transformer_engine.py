@@ -4,12 +4,10 @@ They keep the parameters, their sharding and their checkpoints. Where Transforme
 kernels for a precision on this GPU, its module computes in a recipe of its own, which it takes
 through megatron-core's ``finish_init``: by a name that megatron-core knows, or by the path of
 :func:`factory`, which finds its module by the name that Transformer Engine passes. Elsewhere the
-forward pass is replaced: a norm is Transformer Engine's, the product this project's. Each expert
-of a grouped layer has a plan and a state of its own, as if experts were not grouped.
+forward pass is replaced: a norm is Transformer Engine's, the product this project's.
 """
 
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine as te
@@ -24,15 +22,10 @@ from transformer_engine.pytorch.quantization import RecipeState
 from transformer_engine.pytorch.tensor import IdentityQuantizer
 
 from megatron_lowbit.errors import require
-from megatron_lowbit.layers import lowbit_grouped_linear, lowbit_linear
+from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.layers.autograd_state import eager
-from megatron_lowbit.megatron.layers.state import (
-    LayerPlan,
-    LayerState,
-    device_of,
-    expert_contexts,
-    split_features,
-)
+from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert
+from megatron_lowbit.megatron.layers.state import LayerPlan, LayerState, device_of, split_features
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.native import layer_recipe
 from megatron_lowbit.transformer_engine.norm import normalized
@@ -40,13 +33,6 @@ from megatron_lowbit.transformer_engine.recipe import build
 
 _COLUMN = (te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear)
 _FACTORY = f"{__name__}.factory"
-
-
-class Expert(NamedTuple):
-    """A local expert's part of a grouped linear layer."""
-
-    grouped: torch.nn.Module
-    number: int
 
 
 def linears_of(chunk: torch.nn.Module) -> dict[str, torch.nn.Module | Expert]:
@@ -189,44 +175,6 @@ def _attention_keeps_output(config: TransformerConfig) -> bool:
         "core_attn" in config.recompute_modules
     )
     return not recomputed and not config.attention_output_gate
-
-
-def take_over_expert(expert: Expert, plan: LayerPlan, is_column: bool) -> LayerState:
-    """Let an expert compute as its plan says; return the state it now has."""
-    module, number = expert
-    if number == 0:
-        module.expert_states = []
-        module.forward = _GroupedProduct(module)
-    weight = getattr(module, f"weight{number}")
-    parts = 2 if is_column and module.config.gated_linear_unit else 1
-    features = split_features(weight.shape[0 if is_column else 1], weight, module._tp_group, parts)
-    state = LayerState(
-        plan, device_of(weight), module._tp_group, features, is_column, is_expert=True
-    )
-    module.expert_states.append(state)
-    return state
-
-
-class _GroupedProduct:
-    """The forward pass of a grouped linear layer, in the precisions of its experts' states."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = weakref.proxy(module)
-        self.high_precision = module.forward
-
-    @eager  # The key is another one in every microbatch.
-    def __call__(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, Any]:
-        module, states = self.module, self.module.expert_states
-        adds_bias = module.use_bias and not module.te_return_bias
-        contexts = expert_contexts(states, module.training, adds_bias)
-        if contexts is None:
-            return self.high_precision(x, tokens_per_expert)
-        experts = range(len(states))
-        biases = [getattr(module, f"bias{i}") if module.use_bias else None for i in experts]
-        added = biases if adds_bias else [None] * len(states)
-        weights = [getattr(module, f"weight{i}") for i in experts]
-        y = lowbit_grouped_linear(x, weights, contexts, tokens_per_expert, added)
-        return y, biases if module.te_return_bias else None
 
 
 class _Name(str):
