@@ -5,6 +5,7 @@ torch's ``.metadata``, or bytes of any file.
 """
 
 import io
+import os
 import pickle
 import random
 import shutil
@@ -28,6 +29,16 @@ OTHERS = (
     2**62, -(2**63), 1j, {1: 2},
 )  # fmt: skip
 """Values that replace others."""
+
+
+class Evil:
+    """Object whose pickle creates a folder when it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.trace),)
 
 
 def metadata_of(path: Path) -> Metadata:

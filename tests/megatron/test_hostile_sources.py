@@ -41,22 +41,12 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard
 from megatron_lowbit.megatron.run.load_source import check_extra_states
 from megatron_lowbit.storage import files
-from tests.hostile_checkpoints import common_of, metadata_of, write_metadata, write_object
+from tests.hostile_checkpoints import Evil, common_of, metadata_of, write_metadata, write_object
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 EXTRA = "model.extra/shard_0_1"
 COMMON = "common_state/shard_0_1"
-
-
-class Evil:
-    """Object whose pickle creates a folder when it is loaded."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.trace),)
 
 
 def in_planner_data(path: Path, evil: Evil) -> None:

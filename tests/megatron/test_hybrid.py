@@ -164,7 +164,7 @@ def test_hybrids_of_all_layers_have_the_best_scan(layers, monkeypatch, capsys):
     place = "megatron_lowbit.megatron.recipe_hook"
     monkeypatch.setattr(f"{place}.hybrid_config_from_args", lambda args: config)
     monkeypatch.setattr(f"{place}.use_best_scan", lambda: "the best")
-    monkeypatch.setattr(f"{place}.apply_ignored_arguments", lambda config, args: [])
+    monkeypatch.setattr(f"{place}.workarounds.apply_ignored_arguments", lambda config, args: [])
     monkeypatch.setattr(f"{place}.use_recipe", lambda config, args: None)
     assert (
         model_config_of(SimpleNamespace(hybrid_layer_pattern="M*", reset_attention_mask=False))
