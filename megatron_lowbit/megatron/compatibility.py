@@ -175,10 +175,16 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
 
 
 def mxnorm(args: Namespace, recipe: Recipe) -> Rows:
-    """Return recipes that MXNorm excludes."""
-    falls_back = any(precision.falls_back for precision in recipe.precisions())
-    error = "fallback: bf16 does not go with --mxnorm: its input is never whole"
-    return {error: args.mxnorm and falls_back}
+    """Return layers, norms and recipes that ``--mxnorm`` excludes."""
+    if not args.mxnorm:
+        return {}
+    return {
+        "fallback: bf16 does not go with --mxnorm: its input is never whole": any(
+            precision.falls_back for precision in recipe.precisions()
+        ),
+        "--mxnorm needs --transformer-impl local": args.transformer_impl != "local",
+        "--mxnorm needs --normalization RMSNorm": args.normalization != "RMSNorm",
+    }
 
 
 def oscillation(args: Namespace, recipe: Recipe) -> Rows:

@@ -35,7 +35,7 @@ from megatron_lowbit.megatron.features.quantized_parameters import QuantizedPara
 from megatron_lowbit.megatron.layers import local
 from megatron_lowbit.megatron.layers.experts import with_grouped_experts
 from megatron_lowbit.megatron.layers.hybrid import use_best_scan, use_local_stack
-from megatron_lowbit.megatron.layers.mxnorm import MXNormLayers, mxnorm_of, use_mxnorm_spec
+from megatron_lowbit.megatron.layers.mxnorm import MXNormLayers, mxnorm_of, with_mxnorm
 from megatron_lowbit.megatron.layers.specs import change_specs, use_gemma_layers
 from megatron_lowbit.megatron.layers.state import (
     LayerPlan,
@@ -109,7 +109,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if recipe is None:
         return
     if args.mxnorm:
-        use_mxnorm_spec(model_config)
+        change_specs(model_config, with_mxnorm)
     if args.moe_grouped_gemm and args.transformer_impl == "local":
         change_specs(model_config, with_grouped_experts)
     hook = RecipeHook(recipe, args)

@@ -51,16 +51,16 @@ class Feature:
         """Prepare the chunks that Megatron-LM has wrapped."""
 
     def begin_step(self, iteration: int, training: bool) -> None:
-        """Act before the first forward pass of an iteration (from 0) or evaluation, on all ranks.
+        """Prepare an iteration (from 0) or an evaluation, before its first forward pass.
 
         At that moment the optimizer's step and the checkpoint of the last iteration are complete.
         """
 
     def begin_pass(self) -> None:
-        """Act before each forward pass of a chunk, once its random key is set."""
+        """Prepare a forward pass of a chunk, once its random key is set."""
 
     def after_backward(self) -> None:
-        """Act when Megatron-LM has finalized an iteration's gradients."""
+        """Finish an iteration when Megatron-LM has finalized its gradients."""
 
     def extra_tensors(
         self, chunk: torch.nn.Module, saved: Container[str] | None

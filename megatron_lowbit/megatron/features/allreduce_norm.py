@@ -107,7 +107,6 @@ class FusedAllReduceNorm(Feature):
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        """Return True with ``--fused-allreduce-norm``."""
         return args.fused_allreduce_norm
 
     def install(self) -> None:

@@ -41,7 +41,6 @@ class CudaGraphs(Feature):
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        """Return True with ``--cuda-graph-impl``."""
         return args.cuda_graph_impl != "none"
 
     def install(self) -> None:
@@ -83,7 +82,7 @@ class CudaGraphs(Feature):
         self._keys.copy_(keys, non_blocking=True)
 
     def begin_step(self, iteration: int, training: bool) -> None:
-        """Capture anew what a switch or the number of microbatches has changed; write weights."""
+        """Remove graphs of another precision or number of microbatches, and write weights."""
         if training:
             self._is_first = self._writes_first
             recipe, self._recipe = self._recipe, self.run.current

@@ -57,7 +57,6 @@ class QuantizationLog(Feature):
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        """Return True with the argument."""
         return args.log_quantization_error_interval != 0
 
     def begin_step(self, iteration: int, training: bool) -> None:
@@ -273,11 +272,10 @@ class Fallbacks(Feature):
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        """Return True for a recipe with ``fallback``, at any time."""
         return any(precision.falls_back for precision in recipe.precisions())
 
     def begin_step(self, iteration: int, training: bool) -> None:
-        """Note an iteration at whose end counts are reported."""
+        """Remember an iteration at whose end counts are reported."""
         number, args = iteration + 1, self.run.args
         if training and (number % args.log_interval == 0 or number == args.train_iters):
             self._iteration = number

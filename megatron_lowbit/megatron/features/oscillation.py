@@ -40,7 +40,6 @@ class OscillationResets(Feature):
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        """Return True for a recipe with ``oscillation``."""
         return recipe.oscillation is not None
 
     def describe(self) -> Iterable[str]:

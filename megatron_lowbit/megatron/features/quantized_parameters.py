@@ -63,7 +63,6 @@ class QuantizedParameters(Feature):
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        """Return True with the argument."""
         return args.quantized_param_gather
 
     def check_rank(self) -> None:

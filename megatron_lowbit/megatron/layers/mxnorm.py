@@ -20,11 +20,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.megatron.features import Feature
-from megatron_lowbit.megatron.layers.specs import change_parts, change_specs
+from megatron_lowbit.megatron.layers.specs import change_parts
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import Layer, Recipe
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
@@ -63,11 +62,10 @@ def mxnorm_of(args: Namespace) -> MXNorm | None:
 
 
 class MXNormLayers(Feature):
-    """The layers of a model with MXNorm in place of RMSNorm."""
+    """Layers of a model with MXNorm in place of RMSNorm."""
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        """Return True with ``--mxnorm``."""
         return args.mxnorm
 
     def check(self, layers: Sequence[Layer]) -> None:
@@ -91,21 +89,10 @@ class MXNormLayers(Feature):
         )
 
 
-def use_mxnorm_spec(model_config: Any) -> None:
-    """Let a model configuration build its layers with MXNorm.
-
-    Raises UserError for layers or norms that MXNorm does not replace.
-    """
-    transformer = model_config.transformer
-    require(transformer.transformer_impl == "local", "--mxnorm needs --transformer-impl local")
-    require(transformer.normalization == "RMSNorm", "--mxnorm needs --normalization RMSNorm")
-    change_specs(model_config, _with_mxnorm)
-
-
-def _with_mxnorm(spec: Any) -> Any:
+def with_mxnorm(spec: Any) -> Any:
     """Return a spec of local layers in which first linear layers normalize their input."""
     if not isinstance(spec, TransformerLayerSubmodules):
-        return change_parts(spec, _with_mxnorm)
+        return change_parts(spec, with_mxnorm)
     for part, linear, norm in (
         ("self_attention", "linear_qkv", "input_layernorm"),
         ("mlp", "linear_fc1", "pre_mlp_layernorm"),
