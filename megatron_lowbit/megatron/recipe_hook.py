@@ -159,8 +159,9 @@ class RecipeHook:
 
     def __init__(self, recipe: Recipe, args: Namespace) -> None:
         self.recipe, self.args = recipe, args
-        on: list[type[Feature]] = [kind for kind in _FEATURES if kind.is_on(args, recipe)]
-        self.features = [kind(self) for kind in on]
+        self.features: list[Feature] = [
+            feature(self) for feature in _FEATURES if feature.is_on(args, recipe)
+        ]
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
@@ -197,12 +198,12 @@ class RecipeHook:
             feature.check_rank()
 
     def _take_over(self, chunk: torch.nn.Module) -> Iterator[LayerState]:
-        kind: Any = local
+        layers: Any = local
         if self.args.transformer_impl == "transformer_engine":
-            from megatron_lowbit.megatron.layers import transformer_engine as kind
+            from megatron_lowbit.megatron.layers import transformer_engine as layers
 
         first_expert = first_local_expert(chunk.config)
-        for name, module in kind.linears_of(chunk).items():
+        for name, module in layers.linears_of(chunk).items():
             if (layer := layer_of(chunk, name, first_expert)) is not None:
                 plan = LayerPlan(
                     layer,
@@ -212,7 +213,7 @@ class RecipeHook:
                     norm=mxnorm_of(self.args),
                     evaluates=self.args.eval_precision == "recipe",
                 )
-                yield kind.take_over(module, plan)
+                yield layers.take_over(module, plan)
 
     def check(self, layers: list[Layer]) -> None:
         """Raise UserError where the recipe does not fit the whole model's layers."""
