@@ -28,7 +28,7 @@ from training_steps import read_metrics
 
 Steps = dict[int, tuple[float, float]]
 PRELOADED = (
-    "torch._dynamo", "megatron_lowbit.megatron.pretrain", "megatron_lowbit.megatron.metrics",
+    "torch._dynamo", "megatron_lowbit.megatron.pretrain", "megatron_lowbit.megatron.run.metrics",
     "megatron.training.training", "megatron.core.tokenizers.text.libraries.huggingface_tokenizer",
 )  # fmt: skip
 ERROR = "error.{}.json"
@@ -279,7 +279,7 @@ def _train(arguments: Sequence[str], folder: Path, logs: bool, began: list[bool]
 
     from megatron_lowbit.arguments import cpu
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.metrics import MetricsWriter
+    from megatron_lowbit.megatron.run.metrics import MetricsWriter
 
     if "--async-save" not in arguments:
         # Megatron-LM would start the queue's process anew, which imports torch.

@@ -92,7 +92,7 @@ def build(args: Namespace) -> nn.Module:
     from megatron.core.transformer.module import Float16Module
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
-    from megatron_lowbit.megatron.model_config import model_config_of
+    from megatron_lowbit.megatron.recipe_hook import model_config_of
 
     config = model_config_of(args)
     config.finalize()
@@ -151,7 +151,7 @@ def _measure(name: str, args: Namespace) -> None:
 
 
 def _step(model: nn.Module, args: Namespace) -> timing.Step:
-    from megatron_lowbit.megatron.layer_state import layer_states
+    from megatron_lowbit.megatron.layers.state import layer_states
 
     shape = (args.micro_batch_size, args.seq_length)
     device = timing.device()

@@ -16,7 +16,7 @@ import torch
 from timing import Ceilings, Step
 from torch import Tensor
 
-from megatron_lowbit.megatron.mamba import convolve_and_scan, torch_scan, triton_scan
+from megatron_lowbit.megatron.layers.hybrid import convolve_and_scan, torch_scan, triton_scan
 
 
 class Size(NamedTuple):

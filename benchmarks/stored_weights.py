@@ -118,7 +118,7 @@ def train_rank(folder: Path, words: list[str]) -> None:
 
 
 def _watch_chunks(args: argparse.Namespace, watch: Watch, chunks: list[Any]) -> list[Any]:
-    from megatron_lowbit.megatron.steps import steps_of
+    from megatron_lowbit.megatron.run.steps import steps_of
 
     steps_of(args, chunks).listeners.append(watch.begin_step)
     chunks[-1].output_layer.register_forward_pre_hook(watch.end_layers)

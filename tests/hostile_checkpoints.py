@@ -32,7 +32,7 @@ OTHERS = (
 
 
 class Evil:
-    """Object whose pickle makes the folder ``trace`` where it is loaded."""
+    """Object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

@@ -65,7 +65,7 @@ def test_the_functions_that_escape_are_those_that_print():
     }
     found = {call for call in calls if call[0] in ("print", "print_rank_0", "Console")}
     prints = {("print", "errors.py"), ("print", "command_line.py")}
-    assert found == prints | {("print_rank_0", "megatron/rank_errors.py")}
+    assert found == prints | {("print_rank_0", "megatron/run/errors.py")}
 
 
 def test_lines_tables_and_streams_are_escaped(capsys):

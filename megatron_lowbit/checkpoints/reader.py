@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
-from megatron_lowbit.megatron.common_state import read_common_state
+from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.recipes.record import Record, checked
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.pickles import Reader, check_lengths

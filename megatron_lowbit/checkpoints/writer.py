@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron_lowbit.checkpoints.model_arguments import described_by
 from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice, open_checkpoint
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.megatron.common_state import KEY, as_object
+from megatron_lowbit.megatron.run.common_state import KEY, as_object
 from megatron_lowbit.recipes.record import difference
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.resumable_output import (

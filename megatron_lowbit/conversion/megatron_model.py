@@ -17,8 +17,7 @@ from megatron.training.training import setup_model_and_optimizer
 
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.model_config import model_config_of
-from megatron_lowbit.megatron.recipe_hook import RecipeHook
+from megatron_lowbit.megatron.recipe_hook import RecipeHook, model_config_of
 from megatron_lowbit.planning.training_arguments import silenced
 from megatron_lowbit.recipes import Recipe
 

@@ -1,4 +1,4 @@
-"""Recipes in Megatron-LM, through its public hooks.
+"""Recipes in Megatron-LM, through its hooks.
 
 Import this package before ``megatron``: it supplies names that megatron needs during its import.
 """

@@ -1,18 +1,16 @@
 """Combinations of arguments and recipes that are refused, in one table.
 
-Each function returns the rows of one feature: whether a combination is given, and the error that
-names it and a way out. Training and dry runs read all of them by :func:`check`.
+Each function returns the rows of one subject: the error that names a combination and a way out, and
+whether the combination is given. Training and dry runs read all of them by :func:`check`.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable
 
 from megatron_lowbit.arguments.parse import OF_GPUS
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe
 
-Rows = Iterable[tuple[object, str]]
-"""Of each combination, whether it is given, and the error."""
+Rows = dict[str, object]
 
 
 def check(args: Namespace, recipe: Recipe | None) -> None:
@@ -24,25 +22,19 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
         recipe: None without ``--precision-recipe``.
     """
     described = on_described_machine(args)
-    refuse(attention_mask(described))
-    refuse(local_layers(described))
-    refuse(saves(args))
-    refuse(gemma_layers(args))
-    if recipe is None:
-        return
-    if any(precision.quantized for precision in recipe.precisions()):
-        refuse(quantized_layers(args))
-    refuse(cuda_graphs(described, recipe))
-    refuse(mxnorm(args, recipe))
-    refuse(oscillation(args, recipe))
-    refuse(fused_allreduce_norm(args))
-    refuse(quantized_param_gather(args))
-    refuse(quantization_log(args))
+    rows = [attention_mask(described), local_layers(described), saves(args), gemma_layers(args)]
+    if recipe is not None:
+        if any(precision.quantized for precision in recipe.precisions()):
+            rows.append(quantized_layers(args))
+        rows += [cuda_graphs(described, recipe), mxnorm(args, recipe), oscillation(args, recipe)]
+        rows += [fused_allreduce_norm(args), quantized_param_gather(args), quantization_log(args)]
+    for each in rows:
+        refuse(each)
 
 
 def refuse(rows: Rows) -> None:
     """Raise a UserError with the error of the first combination that is given."""
-    for given, error in rows:
+    for error, given in rows.items():
         require(not given, error)
 
 
@@ -56,187 +48,167 @@ def on_described_machine(args: Namespace) -> Namespace:
 def attention_mask(args: Namespace) -> Rows:
     """Return runs whose layers ignore the mask of ``--reset-attention-mask``."""
     if not args.reset_attention_mask:
-        return ()
+        return {}
     idle = "--reset-attention-mask has no effect with"
     stages = args.pipeline_model_parallel_size > 2 or args.virtual_pipeline_model_parallel_size
-    return (
-        (
-            args.transformer_impl != "local",
-            f"{idle} --transformer-impl {args.transformer_impl}: its causal layers make their own "
-            "mask; give --transformer-impl local",
-        ),
-        (
-            args.masked_softmax_fusion,
-            f"{idle} --masked-softmax-fusion: the kernel makes its own mask; give "
-            "--no-masked-softmax-fusion",
-        ),
-        (
-            stages,
-            f"{idle} more than two pipeline stages: Megatron-LM gives the mask to the first and "
-            "the last",
-        ),
-    )
+    return {
+        f"{idle} --transformer-impl {args.transformer_impl}: its causal layers make their own mask;"
+        " give --transformer-impl local": args.transformer_impl != "local",
+        f"{idle} --masked-softmax-fusion: the kernel makes its own mask; give "
+        "--no-masked-softmax-fusion": args.masked_softmax_fusion,
+        f"{idle} more than two pipeline stages: Megatron-LM gives the mask to the first and the "
+        "last": stages,
+    }
 
 
 def local_layers(args: Namespace) -> Rows:
     """Return models that Megatron-LM's local layers do not train correctly."""
     if args.transformer_impl != "local":
-        return ()
-    pattern = args.hybrid_layer_pattern or ""
+        return {}
+    local, pattern = "with --transformer-impl local:", args.hybrid_layer_pattern or ""
+    latent = args.multi_latent_attention and args.tensor_model_parallel_size > 1
+    biases = args.num_experts is not None and args.add_bias_linear
     virtual = args.virtual_pipeline_model_parallel_size is not None
-    return (
-        (
-            args.multi_latent_attention and args.tensor_model_parallel_size > 1,
-            "--multi-latent-attention with --transformer-impl local: Megatron-LM's gradient of the "
-            "shared rotary key is wrong; --tensor-model-parallel-size must be 1",
+    return {
+        f"--multi-latent-attention {local} Megatron-LM's gradient of the shared rotary key is "
+        "wrong; --tensor-model-parallel-size must be 1": latent,
+        f"--hybrid-layer-pattern {pattern} {local} D and G would be empty; they need Transformer "
+        "Engine": {"D", "G"}.intersection(pattern),
+        f"--moe-grouped-gemm {local} grouped experts have no biases; give --disable-bias-linear, "
+        "or leave it out": biases and args.moe_grouped_gemm,
+        "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
+        "layers with a window ignore the mask; leave out --reset-attention-mask": (
+            args.window_size and args.reset_attention_mask
         ),
-        (
-            {"D", "G"}.intersection(pattern),
-            f"--hybrid-layer-pattern {pattern} with --transformer-impl local: D and G would be "
-            "empty; they need Transformer Engine",
+        f"--cuda-graph-impl local {local} Megatron-LM reuses memory that torch's norms need in "
+        "backward; give --cuda-graph-impl transformer_engine": args.cuda_graph_impl == "local",
+        f"--cuda-graph-impl transformer_engine {local} layers in virtual pipeline stages have "
+        "other losses than without graphs; leave out the stages": (
+            args.cuda_graph_impl == "transformer_engine" and virtual
         ),
-        (
-            args.num_experts is not None and args.add_bias_linear and args.moe_grouped_gemm,
-            "--moe-grouped-gemm with --transformer-impl local: grouped experts have no biases; "
-            "give --disable-bias-linear, or leave it out",
-        ),
-        (
-            args.window_size and args.reset_attention_mask,
-            "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
-            "layers with a window ignore the mask; leave out --reset-attention-mask",
-        ),
-        (
-            args.cuda_graph_impl == "local",
-            "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
-            "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
-        ),
-        (
-            args.cuda_graph_impl == "transformer_engine" and virtual,
-            "--cuda-graph-impl transformer_engine with --transformer-impl local: layers in virtual "
-            "pipeline stages have other losses than without graphs; leave out the stages",
-        ),
-    )
+    }
 
 
 def saves(args: Namespace) -> Rows:
     """Return saves that end the run."""
     mcore = args.async_save and args.async_strategy == "mcore"
-    error = (
+    return {
         "--async-save --async-strategy mcore with --use-megatron-fsdp: the first save ends in an "
-        "error of Megatron-LM's; leave out --async-save"
-    )
-    return ((mcore and args.use_megatron_fsdp, error),)
+        "error of Megatron-LM's; leave out --async-save": mcore and args.use_megatron_fsdp,
+    }
 
 
 def gemma_layers(args: Namespace) -> Rows:
     """Return models that exclude the parts of Gemma 3's layers."""
-    yield (
-        args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu),
-        "--geglu: the model has another activation already; give one of them",
-    )
-    if not (args.sandwich_norm or args.window_rotary_base):
-        return
-    for flag, given in (
-        ("--transformer-impl transformer_engine", args.transformer_impl != "local"),
-        ("--mxnorm", args.mxnorm),
-        ("--fused-allreduce-norm", args.fused_allreduce_norm),
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern is not None),
-        ("--context-parallel-size above 1", args.context_parallel_size > 1),
-    ):
-        yield given, f"--sandwich-norm and --window-rotary-base do not go with {flag}"
-    yield (
-        args.window_rotary_base and args.position_embedding_type != "rope",
-        "--window-rotary-base needs --position-embedding-type rope",
-    )
+    other = args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu)
+    rows: Rows = {"--geglu: the model has another activation already; give one of them": other}
+    if args.sandwich_norm or args.window_rotary_base:
+        excluded = {
+            "--transformer-impl transformer_engine": args.transformer_impl != "local",
+            "--mxnorm": args.mxnorm,
+            "--fused-allreduce-norm": args.fused_allreduce_norm,
+            "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
+            "--context-parallel-size above 1": args.context_parallel_size > 1,
+        }
+        rows |= {
+            f"--sandwich-norm and --window-rotary-base do not go with {flag}": given
+            for flag, given in excluded.items()
+        }
+        rows["--window-rotary-base needs --position-embedding-type rope"] = (
+            args.window_rotary_base and args.position_embedding_type != "rope"
+        )
+    return rows
 
 
 def quantized_layers(args: Namespace) -> Rows:
     """Return arguments that would leave layers unquantized."""
     own = "a recipe takes the place of Megatron-LM's own"
-    for flag, given, reason in (
-        (
-            "--overlap-moe-expert-parallel-comm", args.overlap_moe_expert_parallel_comm,
-            "its schedule passes by the model's forward pass",
+    reasons = {
+        "--overlap-moe-expert-parallel-comm": (
+            "its schedule passes by the model's forward pass", args.overlap_moe_expert_parallel_comm
         ),
-        (
-            "--use-transformer-engine-op-fuser", args.use_transformer_engine_op_fuser,
-            "its operations pass by the layers' forward pass",
+        "--use-transformer-engine-op-fuser": (
+            "its operations pass by the layers' forward pass", args.use_transformer_engine_op_fuser
         ),
-        ("--fp8-format", args.fp8 is not None, own),
-        ("--fp4-format", args.fp4 is not None, own),
-        ("--fp16", vars(args).get("fp16"), "recipes quantize BF16 and FP32"),
-    ):  # fmt: skip
-        yield given, f"{flag} under a recipe: {reason}; leave it out"
+        "--fp8-format": (own, args.fp8 is not None),
+        "--fp4-format": (own, args.fp4 is not None),
+        "--fp16": ("recipes quantize BF16 and FP32", vars(args).get("fp16")),
+    }  # fmt: skip
+    return {
+        f"{flag} under a recipe: {reason}; leave it out": given
+        for flag, (reason, given) in reasons.items()
+    }
 
 
 def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
     """Return uses of a recipe that the graphs of ``--cuda-graph-impl`` exclude."""
     implementation = args.cuda_graph_impl
     if implementation == "none" or not any(p.quantized for p in recipe.precisions()):
-        return
-    is_local, evaluates = implementation == "local", args.eval_iters or args.full_validation
+        return {}
+    is_local = implementation == "local"
+    evaluates = (args.eval_iters or args.full_validation) and args.eval_precision != "recipe"
+    reads_signs = any(precision.reads_signs for precision in recipe.precisions())
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
-    for given, reason in (
-        (
-            implementation == "full_iteration",
-            "random keys are filled in before each microbatch, which it replays as one; use local",
+    reasons = {
+        "random keys are filled in before each microbatch, which it replays as one; use local": (
+            implementation == "full_iteration"
         ),
-        (
-            implementation == "transformer_engine" and recipe.switches,
-            "it cannot capture again where the recipe switches; use local",
+        "it cannot capture again where the recipe switches; use local": (
+            implementation == "transformer_engine" and recipe.switches
         ),
-        (
-            is_local and evaluates and args.eval_precision != "recipe",
-            "it replays training's graphs in evaluation; use --eval-precision recipe",
+        "it replays training's graphs in evaluation; use --eval-precision recipe": (
+            is_local and evaluates
         ),
-        (
-            is_local and recipe.switches and args.num_experts,
-            "it cannot capture experts' layers again where the recipe switches; use no switch",
+        "it cannot capture experts' layers again where the recipe switches; use no switch": (
+            is_local and recipe.switches and args.num_experts
         ),
-        (
-            any(precision.reads_signs for precision in recipe.precisions()),
-            "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed",
+        "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": (
+            reads_signs
         ),
-        (args.fused_allreduce_norm, "--fused-allreduce-norm counts its calls on the CPU"),
-        (recomputes, "recomputation in a pipeline would find another microbatch's random keys"),
-    ):
-        yield given, f"--cuda-graph-impl {implementation} under a recipe: {reason}"
+        "--fused-allreduce-norm counts its calls on the CPU": args.fused_allreduce_norm,
+        "recomputation in a pipeline would find another microbatch's random keys": recomputes,
+    }
+    return {
+        f"--cuda-graph-impl {implementation} under a recipe: {reason}": given
+        for reason, given in reasons.items()
+    }
 
 
 def mxnorm(args: Namespace, recipe: Recipe) -> Rows:
-    """Return recipes that MXNorm excludes."""
-    falls_back = any(precision.falls_back for precision in recipe.precisions())
-    return (
-        (
-            args.mxnorm and falls_back,
-            "fallback: bf16 does not go with --mxnorm: its input is never whole",
+    """Return layers, norms and recipes that ``--mxnorm`` excludes."""
+    if not args.mxnorm:
+        return {}
+    return {
+        "fallback: bf16 does not go with --mxnorm: its input is never whole": any(
+            precision.falls_back for precision in recipe.precisions()
         ),
-    )
+        "--mxnorm needs --transformer-impl local": args.transformer_impl != "local",
+        "--mxnorm needs --normalization RMSNorm": args.normalization != "RMSNorm",
+    }
 
 
 def oscillation(args: Namespace, recipe: Recipe) -> Rows:
     """Return arguments under which no rank has a layer's whole master weight."""
     if not recipe.oscillation:
-        return
-    tensor = args.tensor_model_parallel_size
-    for flag, given in (
-        ("--use-distributed-optimizer", args.use_distributed_optimizer),
-        ("--use-megatron-fsdp", args.use_megatron_fsdp),
-        ("--use-torch-fsdp2", args.use_torch_fsdp2),
-        (f"--tensor-model-parallel-size {tensor}", tensor > 1),
-        (f"--num-experts {args.num_experts}", args.num_experts),
-    ):
-        yield (
-            given,
-            f"{flag} does not go with a recipe's oscillation: each rank needs the whole FP32 "
-            "weights of its layers",
-        )
+        return {}
+    tensor, reason = args.tensor_model_parallel_size, "each rank needs the whole FP32 weights of"
+    flags = {
+        "--use-distributed-optimizer": args.use_distributed_optimizer,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        f"--tensor-model-parallel-size {tensor}": tensor > 1,
+        f"--num-experts {args.num_experts}": args.num_experts,
+    }
+    return {
+        f"{flag} does not go with a recipe's oscillation: {reason} its layers": given
+        for flag, given in flags.items()
+    }
 
 
 def fused_allreduce_norm(args: Namespace) -> Rows:
     """Return models with more than a norm between two linear layers of a block."""
     if not args.fused_allreduce_norm:
-        return ()
+        return {}
     needs = {
         "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
         "--transformer-impl local": args.transformer_impl == "local",
@@ -248,59 +220,67 @@ def fused_allreduce_norm(args: Namespace) -> Rows:
         "a GPT": args.hybrid_layer_pattern is None,
     }
     missing = [name for name, holds in needs.items() if not holds]
-    return ((missing, f"--fused-allreduce-norm needs {', '.join(missing)}"),)
+    return {f"--fused-allreduce-norm needs {', '.join(missing)}": missing}
 
 
 def quantized_param_gather(args: Namespace) -> Rows:
     """Return arguments under which weights cannot be stored as codes."""
     flag = "--quantized-param-gather"
     if not args.quantized_param_gather:
-        return
-    for what, given in (
-        (
-            "--use-distributed-optimizer, which has the FP32 weights",
-            args.use_distributed_optimizer,
-        ),
-        ("--bf16: without it the weights are the optimizer's own", args.bf16),
-        ("--optimizer adam", args.optimizer == "adam"),
-        ("--ckpt-format torch_dist", args.ckpt_format == "torch_dist"),
-        (
-            "--num-distributed-optimizer-instances 1",
-            args.num_distributed_optimizer_instances == 1,
-        ),
-    ):
-        yield not given, f"{flag} needs {what}"
-    weight_hashes = args.check_weight_hash_across_dp_replicas_interval
-    for other, given in (
-        ("--use-megatron-fsdp", args.use_megatron_fsdp),
-        ("--use-torch-fsdp2", args.use_torch_fsdp2),
-        ("--optimizer-cpu-offload", args.optimizer_cpu_offload),
-        (
-            "--overlap-param-gather-with-optimizer-step",
-            args.overlap_param_gather_with_optimizer_step,
-        ),
-        ("--cuda-graph-impl", args.cuda_graph_impl != "none"),
-        ("--use-nccl-ub", args.nccl_ub),
-        ("--moe-grouped-gemm", args.moe_grouped_gemm),
-        ("--mxnorm", args.mxnorm),
-        ("--skip-train", args.skip_train),
-        ("--log-quantization-error-interval", args.log_quantization_error_interval),
-        ("--save-params-interval", args.save_params_interval is not None),
-        ("--check-weight-hash-across-dp-replicas-interval", weight_hashes is not None),
-        ("--qk-clip", args.qk_clip),
-    ):
-        yield given, f"{flag} excludes {other}: leave one of them out"
+        return {}
+    needs = {
+        "--use-distributed-optimizer, which has the FP32 weights": args.use_distributed_optimizer,
+        "--bf16: without it the weights are the optimizer's own": args.bf16,
+        "--optimizer adam": args.optimizer == "adam",
+        "--ckpt-format torch_dist": args.ckpt_format == "torch_dist",
+        "--num-distributed-optimizer-instances 1": args.num_distributed_optimizer_instances == 1,
+    }
+    overlap = args.overlap_param_gather_with_optimizer_step
+    hashes = args.check_weight_hash_across_dp_replicas_interval
+    excludes = {
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "--overlap-param-gather-with-optimizer-step": overlap,
+        "--cuda-graph-impl": args.cuda_graph_impl != "none",
+        "--use-nccl-ub": args.nccl_ub,
+        "--moe-grouped-gemm": args.moe_grouped_gemm,
+        "--mxnorm": args.mxnorm,
+        "--skip-train": args.skip_train,
+        "--log-quantization-error-interval": args.log_quantization_error_interval,
+        "--save-params-interval": args.save_params_interval is not None,
+        "--check-weight-hash-across-dp-replicas-interval": hashes is not None,
+        "--qk-clip": args.qk_clip,
+    }
+    return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
+        f"{flag} excludes {other}: leave one of them out": given
+        for other, given in excludes.items()
+    }
 
 
 def quantization_log(args: Namespace) -> Rows:
     """Return runs whose quantization errors cannot be logged."""
     name, interval = "--log-quantization-error-interval", args.log_quantization_error_interval
     written = args.save or args.tensorboard_dir or args.wandb_project
-    return (
-        (interval < 0, f"{name} {interval}: must not be negative"),
-        (interval and not written, f"{name} needs --save, --tensorboard-dir or --wandb-project"),
-        (
-            interval and args.cuda_graph_impl != "none",
-            f"{name} needs --cuda-graph-impl none: nothing is measured inside a CUDA graph",
+    graphs = args.cuda_graph_impl != "none"
+    return {
+        f"{name} {interval}: must not be negative": interval < 0,
+        f"{name} needs --save, --tensorboard-dir or --wandb-project": interval and not written,
+        f"{name} needs --cuda-graph-impl none: nothing is measured inside a CUDA graph": (
+            interval and graphs
         ),
-    )
+    }
+
+
+def bad_iterations(args: Namespace) -> Rows:
+    """Return arguments that allow no restart from a checkpoint (``--skip-bad-iterations``)."""
+    option = f"--skip-bad-iterations {args.skip_bad_iterations}"
+    return {
+        f"{option}: must be positive": args.skip_bad_iterations <= 0,
+        f"{option} needs --save and --load with the same folder": (
+            args.save is None or args.save != args.load
+        ),
+        f"{option} needs loss and gradients checked": not args.check_for_nan_in_loss_and_grad,
+        f"{option} needs --rerun-mode disabled: Megatron-LM's reruns would look for the same "
+        "error": args.rerun_mode != "disabled",
+    }

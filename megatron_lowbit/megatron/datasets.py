@@ -24,12 +24,12 @@ from megatron_lowbit.data.index_cache import building, cache_folder
 from megatron_lowbit.data.tokenizer import padded_vocab_size
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import read_object
-from megatron_lowbit.megatron.conversations import (
+from megatron_lowbit.megatron.run.conversations import (
     ConversationDataset,
     ConversationsConfig,
     conversation_tokenizer,
 )
-from megatron_lowbit.megatron.rank_errors import say_on_rank_0
+from megatron_lowbit.megatron.run.errors import say_on_rank_0
 
 _Blend = tuple[list[str], list[float] | None]
 _PER_SPLIT = ("train", "valid", "test")

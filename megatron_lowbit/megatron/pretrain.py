@@ -6,7 +6,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.parse import command_line
 from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.folders import reason
-from megatron_lowbit.megatron import error_translation
-from megatron_lowbit.megatron.bad_iterations import skip_bad_iterations
+from megatron_lowbit.megatron.run import errors
+from megatron_lowbit.megatron.run.bad_iterations import skip_bad_iterations
 from megatron_lowbit.storage import files
 
 _AFTER_TRAINING = " on validation set"
@@ -42,25 +42,20 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     # megatron.training, such as of an argument that it drops, are shown.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     args = parse_arguments(argv, hybrid)
-    if args.dry_run:
-        from megatron_lowbit.megatron.dry_run import dry_run
+    with ExitStack() as contexts:
+        if not args.dry_run:
+            contexts.enter_context(skip_bad_iterations(args))
+        contexts.enter_context(teardown())
+        contexts.enter_context(errors.translate_assertions())
+        contexts.enter_context(errors.translate_missing_packages())
+        if args.dry_run:
+            from megatron_lowbit.megatron.run.dry_run import dry_run
 
-        with (
-            teardown(),
-            error_translation.translate_assertions(),
-            error_translation.translate_missing_packages(),
-        ):
             dry_run(args)
-        return
-    with (
-        skip_bad_iterations(args),
-        teardown(),
-        error_translation.translate_assertions(),
-        error_translation.translate_missing_packages(),
-        # Megatron-LM's fault tolerance parses the command line again.
-        command_line(args.upstream_command_line),
-    ):
-        run(args)
+        else:
+            # Megatron-LM's fault tolerance parses the command line again.
+            contexts.enter_context(command_line(args.upstream_command_line))
+            run(args)
 
 
 def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
@@ -76,20 +71,20 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard
     from megatron_lowbit.megatron.datasets import provide_datasets
     from megatron_lowbit.megatron.forward_step import forward_step
-    from megatron_lowbit.megatron.model_config import model_config_of
+    from megatron_lowbit.megatron.recipe_hook import model_config_of
+    from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard
 
     # Again: torch's context safe_globals, which transformers' Trainer enters as it resumes, takes
     # classes off the list that were on it before.
     register_safe_globals()
     kind = ModelType.encoder_or_decoder
-    with error_translation.translate_model_errors():
+    with errors.translate_model_errors():
         model_config = model_config_of(args)
         container = pretrain_cfg_container_from_args(args, model_config)
     with (
-        error_translation.translate_machine_limits(args),
+        errors.translate_machine_limits(args),
         unfilled_memory(args),
         explain_interruption(args),
         validate_once(),
@@ -215,7 +210,7 @@ def log_metrics(args: Namespace) -> Iterator[None]:
         return
     from megatron.training import global_vars
 
-    from megatron_lowbit.megatron.metrics import MetricsWriter
+    from megatron_lowbit.megatron.run.metrics import MetricsWriter
 
     board, tokens = global_vars.get_tensorboard_writer(), args.global_batch_size * args.seq_length
     writer = MetricsWriter(Path(args.save), board, args.log_interval, tokens)
@@ -250,17 +245,6 @@ def saved_in(args: Namespace) -> str:
     return f"{checkpoint} {args.save}"
 
 
-def stop_data_workers() -> None:
-    """End the processes of data loaders, which a failed run's traceback keeps alive.
-
-    With ``--exit-signal-handler`` they ignore the signal by which Python ends its children, and
-    Python would wait for them for ever.
-    """
-    for found in gc.get_objects():
-        if type(found) is _MultiProcessingDataLoaderIter:
-            found._shutdown_workers()
-
-
 def free_cuda_graphs() -> None:
     """Free graphs, which models hold: NCCL ends no communicator that one of them has captured.
 
@@ -268,24 +252,14 @@ def free_cuda_graphs() -> None:
     """
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
-    for found in gc.get_objects():
-        if type(found) is torch.cuda.CUDAGraph:
-            found.reset()
+    for graph in _living(torch.cuda.CUDAGraph):
+        graph.reset()
     delete_cuda_graphs()
 
 
-def _free_routes() -> None:
-    """Free the tensors that token dispatchers keep of the last step.
-
-    Their graph holds the hooks on the model's parameters, and with them the model, in a cycle
-    through autograd's nodes, which Python does not collect.
-    """
-    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-
-    # isinstance() would ask objects for their class, which proxies of freed objects do not have.
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), MoETokenDispatcher):
-            vars(candidate).clear()
+def _living(kind: type) -> list[Any]:
+    """Return the living objects of exactly this class, which are parts of reference cycles."""
+    return [each for each in gc.get_objects() if type(each) is kind]
 
 
 @contextmanager
@@ -293,6 +267,7 @@ def teardown() -> Iterator[None]:
     """Remove process groups and Megatron-LM's global state on exit."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.training.training import destroy_global_state
 
     try:
@@ -304,7 +279,11 @@ def teardown() -> Iterator[None]:
     finally:
         failed = sys.exc_info()[0] is not None
         if failed:
-            stop_data_workers()
+            # A failed run's traceback keeps the processes of data loaders alive. With
+            # --exit-signal-handler they ignore the signal by which Python ends its children, and
+            # Python would wait for them forever.
+            for loader in _living(_MultiProcessingDataLoaderIter):
+                loader._shutdown_workers()
         destroy_global_state()
         destroy_moe_metrics_tracker()  # Its number of layers is that of the first run.
         # The next run may need generators of another class, as CUDA graphs do.
@@ -318,7 +297,12 @@ def teardown() -> Iterator[None]:
                 torch.distributed.distributed_c10d._abort_process_group()
             else:
                 torch.distributed.destroy_process_group()
+        # Token dispatchers keep tensors of the last step, whose graph holds the hooks on the
+        # model's parameters, and with them the model, in a cycle through autograd's nodes.
+        # isinstance() would ask objects for their class, which proxies of freed ones do not have.
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), MoETokenDispatcher):
+                vars(candidate).clear()
         # Models hold process groups, and are part of reference cycles. The threads of a gloo group
         # wake up a hundred times a second until it is collected.
-        _free_routes()
         gc.collect()

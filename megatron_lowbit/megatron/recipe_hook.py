@@ -6,52 +6,73 @@ For a script of one's own on ``megatron.training``, three lines::
     model_config = gpt_config_from_args(args)  # or hybrid_config_from_args
     use_recipe(model_config, args)
 
-The recipe comes in through the configuration's public ``pre_wrap_hooks`` (and ``transformer_layer_
-spec`` for MXNorm); nothing of Megatron-LM is replaced.
+The recipe comes in through public attributes of the configuration: ``pre_wrap_hooks``,
+``post_wrap_hooks`` and, for other layers, its specs. Names of Megatron-LM that are replaced are
+listed in CONTRIBUTING.md.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.utils import is_rank0
+from rich.table import Table
 
 from megatron_lowbit.arguments.from_checkpoint import check_loads
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import say
+from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import (
-    allreduce_norm,
-    compatibility,
-    cuda_graphs,
-    experts,
-    linear,
-    oscillation,
-    quantized_parameters,
-    workarounds,
+from megatron_lowbit.megatron import compatibility
+from megatron_lowbit.megatron.features import ExtraTensors, Feature
+from megatron_lowbit.megatron.features.allreduce_norm import FusedAllReduceNorm
+from megatron_lowbit.megatron.features.amax_history import AmaxHistories
+from megatron_lowbit.megatron.features.cuda_graphs import CudaGraphs
+from megatron_lowbit.megatron.features.logs import Fallbacks, QuantizationLog
+from megatron_lowbit.megatron.features.oscillation import OscillationResets
+from megatron_lowbit.megatron.features.quantized_parameters import QuantizedParameters
+from megatron_lowbit.megatron.layers import local
+from megatron_lowbit.megatron.layers.experts import with_grouped_experts
+from megatron_lowbit.megatron.layers.hybrid import use_best_scan, use_local_stack
+from megatron_lowbit.megatron.layers.mxnorm import MXNormLayers, mxnorm_of, with_mxnorm
+from megatron_lowbit.megatron.layers.specs import change_specs, use_gemma_layers
+from megatron_lowbit.megatron.layers.state import (
+    LayerPlan,
+    LayerState,
+    first_local_expert,
+    layer_of,
 )
-from megatron_lowbit.megatron.amax_history import AmaxHistories
-from megatron_lowbit.megatron.fallbacks import count_fallbacks
-from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
-from megatron_lowbit.megatron.graph_weights import GraphWeights
-from megatron_lowbit.megatron.grouped_experts import with_grouped_experts
-from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
-from megatron_lowbit.megatron.layer_state import LayerState, layer_states
-from megatron_lowbit.megatron.load_source import LoadSource
-from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
-from megatron_lowbit.megatron.quantization_log import log_quantization_errors
-from megatron_lowbit.megatron.rank_errors import (
+from megatron_lowbit.megatron.run import workarounds
+from megatron_lowbit.megatron.run.errors import (
     gather_from_ranks,
     raise_on_all_ranks,
     say_on_rank_0,
 )
-from megatron_lowbit.megatron.resumed_schedule import follow_schedule_arguments
-from megatron_lowbit.megatron.run_record import record_recipe
-from megatron_lowbit.megatron.specs import change_specs
-from megatron_lowbit.megatron.start_up import describe
-from megatron_lowbit.megatron.steps import steps_of
-from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
+from megatron_lowbit.megatron.run.load_source import LoadSource
+from megatron_lowbit.megatron.run.records import record_recipe
+from megatron_lowbit.megatron.run.resumed_schedule import follow_schedule_arguments
+from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
+from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes, precision_table
+from megatron_lowbit.recipes.precision import GemmPrecision
+
+
+def model_config_of(args: Namespace) -> Any:
+    """Return Megatron-LM's configuration of the arguments' model, with its recipe as a hook.
+
+    Raises:
+        UserError: the recipe or another argument does not fit the others.
+    """
+    if args.hybrid_layer_pattern is None:
+        model_config = gpt_config_from_args(args)
+    else:
+        model_config = hybrid_config_from_args(args)
+        use_local_stack(model_config)
+        say_on_rank_0(f"Mamba scan: {use_best_scan()}")
+    for line in workarounds.apply_ignored_arguments(model_config, args):
+        say_on_rank_0(line)
+    use_recipe(model_config, args)
+    return model_config
 
 
 def use_recipe(model_config: Any, args: Namespace) -> None:
@@ -88,7 +109,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if recipe is None:
         return
     if args.mxnorm:
-        use_mxnorm_spec(model_config)
+        change_specs(model_config, with_mxnorm)
     if args.moe_grouped_gemm and args.transformer_impl == "local":
         change_specs(model_config, with_grouped_experts)
     hook = RecipeHook(recipe, args)
@@ -96,98 +117,93 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     model_config.post_wrap_hooks.append(hook.wrap)
 
 
+class Switches(Feature):
+    """Precisions of a step: weights are quantized anew, and a recipe switches where it says so."""
+
+    def begin_step(self, iteration: int, training: bool) -> None:
+        """Discard the quantized weights of the last step, and apply switches."""
+        run = self.run
+        for state in run.states:
+            state.forget_weight()
+        current = run.recipe.at(run.progress(iteration)) if training else run.current
+        if current != run.current:
+            for state in run.states:
+                state.set_precision(current.precision_for(state.plan.layer))
+            run.current = current
+            say_on_rank_0(f"iteration {iteration}: recipe {current.name}")
+
+    def describe(self) -> Iterator[str]:
+        """Yield the recipe with which the run begins, if it has several."""
+        run = self.run
+        if run.recipe.switches:
+            yield f"in force from iteration {run.start} on: recipe {run.current.name}"
+
+
+# In the order in which they begin a step: weights record amaxes while they are quantized for
+# graphs, after the histories of the last step are complete.
+_FEATURES = (
+    Switches, AmaxHistories, CudaGraphs, QuantizedParameters, OscillationResets, Fallbacks,
+    QuantizationLog, FusedAllReduceNorm, MXNormLayers,
+)  # fmt: skip
+
+
 class RecipeHook:
-    """A ``pre_wrap_hook``: takes over the linear layers of a model's chunks."""
+    """A ``pre_wrap_hook``: takes over the linear layers of a model's chunks.
+
+    Attributes:
+        features: the features of training that the recipe and the arguments ask for.
+        chunks, states: this rank's part of the model, and the states of its linear layers.
+        source: the checkpoint to load, or None.
+        start, current: iteration with which the run begins, and the recipe in force.
+    """
 
     def __init__(self, recipe: Recipe, args: Namespace) -> None:
         self.recipe, self.args = recipe, args
-        self.graphs: cuda_graphs.Graphs | None = None
-        self.parameters: quantized_parameters.QuantizedParameters | None = None
+        self.features: list[Feature] = [
+            feature(self) for feature in _FEATURES if feature.is_on(args, recipe)
+        ]
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
-        args = self.args
-        with raise_on_all_ranks("read the checkpoint in", args.load or ""):
-            source = LoadSource.of(args)
-        # A layer that does not fit may be on one rank alone.
+        with raise_on_all_ranks("read the checkpoint in", self.args.load or ""):
+            source = LoadSource.of(self.args)
+        # A layer that does not fit may be on one rank only.
         with raise_on_all_ranks("prepare the kernels of the recipe"):
             self.take_over(chunks, source)
-        layers = quantizable_layers(chunks)
+        mine = [state.plan.layer for state in self.states]
+        layers = in_order(layer for layers in gather_from_ranks(mine) for layer in layers)
         self.check(layers)
-        if args.fused_allreduce_norm:
-            allreduce_norm.fuse_all_reduces(chunks, args)
-        steps = steps_of(args, chunks)
+        steps = steps_of(self.args, chunks)
         steps.listeners.append(self._begin_step)
-        if args.cuda_graph_impl != "none":
-            self.graphs = cuda_graphs.Graphs(chunks, self.states, args)
-            steps.before_pass.append(self.graphs.begin_pass)
-        for chunk in chunks:
-            histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
-            chunk.amax_histories = histories
-            steps.listeners.append(histories.begin_step)
-        if self.graphs is not None:  # behind the histories, in which weights record amaxes
-            steps.listeners.append(GraphWeights(chunks, args).begin_step)
-        if args.quantized_param_gather:
-            self.parameters = quantized_parameters.QuantizedParameters(args, chunks)
-        if self.recipe.oscillation:
-            steps.listeners.append(self._reset_oscillations(chunks, source).begin_step)
-        # All ranks count together, also where this one's layers have no fallback, or none yet.
-        if any(precision.falls_back for precision in self.recipe.precisions()):
-            count_fallbacks(args, chunks)
-        log_quantization_errors(args, chunks)
+        saved = source and source.tensors
+        for feature in self.features:
+            feature.install()
+            if type(feature).begin_pass is not Feature.begin_pass:
+                steps.before_pass.append(feature.begin_pass)
+            for chunk in chunks if feature.submodule else ():
+                setattr(chunk, feature.submodule, ExtraTensors(feature, chunk, saved))
         if is_rank0():
-            self.show(layers, chunks)
+            self.show(layers)
         return chunks
-
-    def wrap(self, wrapped: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Store weights as codes if the arguments say so; a ``post_wrap_hook``."""
-        return wrapped if self.parameters is None else self.parameters.wrap(wrapped)
 
     def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
         """Give the linear layers of this rank the precision with which the run begins."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine = select_engine(device, self.args.quantization_engine)
+        self.chunks, self.source = chunks, source
         self.start = source.iteration if source else 0
-        self.current = self.recipe.at(self._progress(self.start))
+        self.current = self.recipe.at(self.progress(self.start))
         self.states = [state for chunk in chunks for state in self._take_over(chunk)]
-        if self.args.quantized_param_gather:
-            quantized_parameters.check_states(self.states)
-        if source:
-            source.check_histories(self.states)
+        for feature in self.features:
+            feature.check_rank()
 
-    def check(self, layers: list[Layer]) -> None:
-        """Raise UserError where the recipe does not fit the whole model's layers."""
-        self.recipe.check_matchers(layers)
-        if self.args.quantized_param_gather:
-            quantized_parameters.check_recipe(self.recipe, layers)
-        if self.args.mxnorm:
-            self.recipe.check_mxnorm(layers, self.args.hidden_size)
-
-    def show(
-        self,
-        layers: list[Layer],
-        chunks: list[torch.nn.Module],
-        capability: tuple[int, int] | None = None,
-    ) -> None:
-        """Print which layers of the whole model have which precision, and how it is computed.
-
-        ``capability``: compute capability of the GPU that is described; None for this machine's.
-        """
-        console = plain_console(130)
-        for line in describe(self.recipe, self.engine, layers, chunks, self.args, capability):
-            console.print(line)
-        if self.recipe.switches:
-            say(f"in force from iteration {self.start} on: recipe {self.current.name}")
-
-    def _take_over(self, chunk: torch.nn.Module) -> list[LayerState]:
-        kind: Any = linear
-        modules = linear.local_linears(chunk)
+    def _take_over(self, chunk: torch.nn.Module) -> Iterator[LayerState]:
+        layers: Any = local
         if self.args.transformer_impl == "transformer_engine":
-            from megatron_lowbit.megatron import transformer_engine_layers as kind
+            from megatron_lowbit.megatron.layers import transformer_engine as layers
 
-            modules = kind.te_linears(chunk)
-        states, first_expert = [], experts.first_local(chunk.config)
-        for name, module in modules.items():
+        first_expert = first_local_expert(chunk.config)
+        for name, module in layers.linears_of(chunk).items():
             if (layer := layer_of(chunk, name, first_expert)) is not None:
                 plan = LayerPlan(
                     layer,
@@ -197,53 +213,103 @@ class RecipeHook:
                     norm=mxnorm_of(self.args),
                     evaluates=self.args.eval_precision == "recipe",
                 )
-                states.append(kind.take_over(module, plan))
-        return states
+                yield layers.take_over(module, plan)
 
-    def _reset_oscillations(
-        self, chunks: list[torch.nn.Module], source: LoadSource | None
-    ) -> oscillation.OscillationResets:
-        """Return the resets of this rank's weights, which the first chunk's checkpoints include."""
-        layers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "layer_state")]
-        resets = oscillation.OscillationResets(
-            layers, self.recipe.oscillation, self._iterations(), source and source.tensors
-        )
-        chunks[0].oscillation_resets = resets
-        return resets
+    def check(self, layers: list[Layer]) -> None:
+        """Raise UserError where the recipe does not fit the whole model's layers."""
+        self.recipe.check_matchers(layers)
+        for feature in self.features:
+            feature.check(layers)
 
-    def _iterations(self) -> int:
+    def wrap(self, wrapped: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Prepare features for the wrapped chunks; a ``post_wrap_hook``."""
+        for feature in self.features:
+            feature.wrap(wrapped)
+        return wrapped
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the whole run."""
         args = self.args
         return args.train_iters or (args.train_samples or 0) // args.global_batch_size or 1
 
-    def _progress(self, iteration: int) -> Progress:
+    def progress(self, iteration: int) -> Progress:
+        """Return the progress of the run, which decides about switches."""
         args = self.args
         samples = getattr(args, "consumed_train_samples", 0) or iteration * args.global_batch_size
-        return Progress(iteration, samples * args.seq_length, iteration / self._iterations())
+        return Progress(iteration, samples * args.seq_length, iteration / self.iterations)
 
     def _begin_step(self, iteration: int, training: bool) -> None:
-        """Quantize weights anew, for they have changed, and switch where the recipe says so."""
-        for state in self.states:
-            state.forget_weight()
-        if not training:
-            return
-        current = self.recipe.at(self._progress(iteration))
-        switched = current != self.current
-        if switched:
-            for state in self.states:
-                state.set_precision(current.precision_for(state.plan.layer))
-            self.current = current
-            say_on_rank_0(f"iteration {iteration}: recipe {current.name}")
-        if self.graphs is not None:
-            self.graphs.begin_step(switched)
+        for feature in self.features:
+            feature.begin_step(iteration, training)
+            if training and type(feature).after_backward is not Feature.after_backward:
+                run_after_backward(self.chunks, feature.after_backward)
 
+    def show(self, layers: Sequence[Layer], capability: tuple[int, int] | None = None) -> None:
+        """Print which layers of the whole model have which precision, and how it is computed.
 
-def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
-    """Return all linear layers of the model that a recipe can reach, in the model's order."""
-    mine = [state.plan.layer for state in layer_states(chunks)]
-    return in_order(layer for layers in gather_from_ranks(mine) for layer in layers)
+        ``capability``: compute capability of the GPU that is described; None for this machine's.
+        """
+        console = plain_console(130)
+        for line in _describe(self.recipe, self.engine, layers, self.args, capability):
+            console.print(line)
+        for feature in self.features:
+            for line in feature.describe():
+                console.print(line)
 
 
 def in_order(layers: Iterable[Layer]) -> list[Layer]:
     """Return layers sorted by block and path, each path once."""
     unique = {layer.path: layer for layer in layers}
     return sorted(unique.values(), key=lambda layer: (layer.block, layer.path))
+
+
+def _describe(
+    recipe: Recipe,
+    engine: Engine,
+    layers: Sequence[Layer],
+    args: Namespace,
+    capability: tuple[int, int] | None,
+) -> Iterator[str | Table]:
+    yield recipe.summary(layers)
+    yield precision_table(recipe, layers)
+    for switch in recipe.switches:
+        yield f"switch {switch}"
+    if recipe.switches or any(recipe.precision_for(layer).quantized for layer in layers):
+        yield f"quantization engine: {engine.name} ({engine.reason})"
+        yield from _products(recipe, engine, layers)
+        how = {"bf16": "nothing is quantized", "recipe": "in the recipe's precision"}
+        yield f"validation and test: {how[args.eval_precision]}"
+    yield f"transformer layers: {args.transformer_impl}"
+    if args.transformer_impl == "transformer_engine":
+        from megatron_lowbit.transformer_engine.native import kernels
+
+        capability = capability or torch.cuda.get_device_capability()
+        lines = {}
+        for layer in layers:
+            name = recipe.config_for(layer) or "high precision"
+            lines[f"  {name}: {kernels(recipe.precision_for(layer), capability)} kernels"] = None
+        yield from lines
+
+
+def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterable[str]:
+    """Describe how the engine multiplies each pair of formats of the recipe."""
+    lines = {}
+    for layer in layers:
+        for name, gemm in recipe.precision_for(layer).gemms.items():
+            if gemm.quantized or gemm.accumulation:
+                pair = " x ".join(str(side.format) if side else "bf16" for side in gemm.sides)
+                where = f"{name}, {pair}" if gemm.accumulation else pair
+                lines[f"  {where}: {_product(gemm, engine)}"] = None
+    return lines
+
+
+def _product(gemm: GemmPrecision, engine: Engine) -> str:
+    """Describe how the engine multiplies the operands of a GEMM, and sums the products."""
+    if gemm.accumulation:  # emulated on every device
+        inner, every = gemm.accumulation.inner.upper(), gemm.accumulation.promote_every
+        promoted = f" of {every} products, added in FP32" if every else ""
+        return f"dequantized to FP32, {inner} sums{promoted}"
+    if gemm.dequantizes:  # no tensor cores take the operands
+        return "dequantized to FP32, FP32 sums"
+    return engine.describe(*(side and side.format for side in gemm.sides), gemm.folding)

@@ -75,10 +75,9 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
     # As slow as training to import.
     from megatron_lowbit.arguments import front_parser, parse_arguments
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.error_translation import translate_assertions
-    from megatron_lowbit.megatron.quantization_log import Measurement
-    from megatron_lowbit.megatron.rank_errors import gather_from_ranks
-    from megatron_lowbit.megatron.steps import steps_of
+    from megatron_lowbit.megatron.features.logs import Measurement
+    from megatron_lowbit.megatron.run.errors import gather_from_ranks, translate_assertions
+    from megatron_lowbit.megatron.run.steps import steps_of
 
     words = CommandLine(front_parser(), expand_files(training))
     for flag in UNUSED:

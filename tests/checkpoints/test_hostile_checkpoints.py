@@ -15,8 +15,8 @@ from megatron_lowbit.checkpoints.command import main as checkpoint_main
 from megatron_lowbit.checkpoints.model_arguments import saved_arguments
 from megatron_lowbit.conversion.command import main as convert_main
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.load_source import read_objects
 from megatron_lowbit.storage import files
+from megatron_lowbit.storage.pickles import read_objects
 from tests.hostile_checkpoints import COMMON, NAMES, copy_of, mutate
 from tests.marks import others_slow
 

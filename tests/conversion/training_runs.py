@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_lowbit.layers import operands
-from megatron_lowbit.megatron.common_state import read_common_state
 from megatron_lowbit.megatron.pretrain import main
+from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.storage import files
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_lowbit.cpu_runtime.megatron_patches import with_own_generator, with_seed
-from megatron_lowbit.megatron.random_key import set_microbatch_key
+from megatron_lowbit.megatron.run.steps import set_microbatch_key
 
 # isort: split
 from megatron.core import tensor_parallel
@@ -169,7 +169,7 @@ def test_the_microbatchs_key_is_what_recomputation_replays():
 def test_models_import_without_triton():
     """Torch's CPU wheels lack Triton, which megatron's Mamba mixer imports."""
     code = "import sys; sys.modules['triton'] = None; import megatron_lowbit.megatron.pretrain; "
-    code += "import megatron_lowbit.megatron.hybrid, megatron_lowbit.megatron.recipe_hook"
+    code += "import megatron_lowbit.megatron.layers.hybrid, megatron_lowbit.megatron.recipe_hook"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
 

@@ -24,7 +24,7 @@ from stored_weights import count_received
 
 from megatron_lowbit.arguments import cpu
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.layer_state import layer_states
+from megatron_lowbit.megatron.layers.state import layer_states
 
 
 @contextmanager

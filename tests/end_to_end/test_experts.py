@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_run import OTHER_RECIPE, done, saved_histories, saved_tensors, start_from, steps
 
-from megatron_lowbit.megatron.grouped_experts import GroupedLinear
+from megatron_lowbit.megatron.layers.experts import GroupedLinear
 
 EXPERTS = ("--num-layers", 2, "--num-experts", 4, "--moe-ffn-hidden-size", 64,
            "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff",

@@ -8,8 +8,8 @@ from tiny_run import HYBRID, ONE_MICROBATCH, done, metrics
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.megatron import recipe_hook
-from megatron_lowbit.megatron.fallbacks import METRIC
-from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.megatron.features.logs import FALLBACKS
+from megatron_lowbit.megatron.layers.state import LayerState
 
 RUN = ("--fp8-recipe", "fp8-tile", "--train-iters", 4, "--log-interval", 2)
 GUARDED = ("--recipe-set", "fallback=bf16")
@@ -81,7 +81,9 @@ def test_counted_from_a_switch_on(pretrain_here, monkeypatch, guarded, tmp_path)
     switch = f"switches.guard={{iteration: 2, to: {guarded('*')}}}"
     run = ("--precision-recipe", "bf16", "--recipe-set", switch, "--train-iters", 4)
     done(pretrain_here(*run, *ONE_MICROBATCH, "--log-interval", 2, "--save", tmp_path / "run"))
-    fprop = [m[f"{METRIC}/fprop"] for m in metrics(tmp_path / "run") if f"{METRIC}/fprop" in m]
+    fprop = [
+        m[f"{FALLBACKS}/fprop"] for m in metrics(tmp_path / "run") if f"{FALLBACKS}/fprop" in m
+    ]
     assert fprop[0] == 0 and fprop[1] > 0
 
 
@@ -98,7 +100,9 @@ def test_a_rank_without_fallbacks_takes_part_in_the_count(
     monkeypatch.setattr(LayerState, "set_precision", without)
     run = ("--precision-recipe", guarded("*"), "--train-iters", 1, "--save", tmp_path / "run")
     done(pretrain_here(*run))
-    fprop = [m[f"{METRIC}/fprop"] for m in metrics(tmp_path / "run") if f"{METRIC}/fprop" in m]
+    fprop = [
+        m[f"{FALLBACKS}/fprop"] for m in metrics(tmp_path / "run") if f"{FALLBACKS}/fprop" in m
+    ]
     assert fprop == [0]
 
 
@@ -108,4 +112,4 @@ def test_counted_where_one_stage_has_no_fallback(pretrain_ranks, guarded, tmp_pa
     save, layers = tmp_path / "run", guarded("decoder.layers.1.*")
     pp2 = ("--pipeline-model-parallel-size", 2, "--num-layers", 2, "--train-iters", 1)
     pretrain_ranks({"pp2": (*pp2, "--precision-recipe", layers, "--save", save)})
-    assert [m[f"{METRIC}/fprop"] for m in metrics(save) if f"{METRIC}/fprop" in m] == [0]
+    assert [m[f"{FALLBACKS}/fprop"] for m in metrics(save) if f"{FALLBACKS}/fprop" in m] == [0]

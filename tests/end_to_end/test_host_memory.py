@@ -10,7 +10,7 @@ import pytest
 from tiny_run import ENVIRONMENT, arguments_for
 
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.run.steps import steps_of
 
 COMMON = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 500,
           "--precision-recipe", "mxfp4", "--recipe-set", "bf16_blocks=none",

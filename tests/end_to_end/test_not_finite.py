@@ -13,7 +13,7 @@ from tiny_run import done, steps
 
 from megatron_lowbit.errors import exit_on_user_error
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.run.steps import steps_of
 from tests.short_runs import fork_results_queue, without_pictures
 
 FAULTY = 4

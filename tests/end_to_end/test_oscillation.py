@@ -11,7 +11,7 @@ from tiny_run import ONE_MICROBATCH, OTHER_RECIPE, done, saved_tensors, start_fr
 
 from megatron_lowbit import quantize
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.run.steps import steps_of
 
 START, OVER, LENGTH, SAVED = 2, 3, 8, 4
 RESET = f"oscillation={{start: {START}, period: 5, over: {OVER}, ratio: 1.5}}"

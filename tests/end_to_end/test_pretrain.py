@@ -18,7 +18,7 @@ from tiny_run import (
     steps,
 )
 
-from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.megatron.layers.state import LayerState
 from megatron_lowbit.recipes import LinearPrecision
 
 NVFP4 = ("--fp4-recipe", "nvfp4")

@@ -8,7 +8,7 @@ import torch
 from stored_weights_run import in_bf16, recording
 from tiny_run import arguments_for, done, metrics, saved_tensors, start_from, steps
 
-from megatron_lowbit.megatron.quantized_parameters import QuantizedParameters
+from megatron_lowbit.megatron.features.quantized_parameters import QuantizedParameters
 
 # isort: split
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

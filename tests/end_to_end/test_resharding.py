@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_run import LATENT, done, losses, saved_tensors, start_from
 
-from megatron_lowbit.megatron.common_state import read_common_state
+from megatron_lowbit.megatron.run.common_state import read_common_state
 
 ITERATIONS = 2
 # Histories shorter than usual.

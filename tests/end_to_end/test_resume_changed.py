@@ -12,8 +12,8 @@ from tiny_run import ONE_MICROBATCH, ROOT, done, metrics, refused, start_from
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.common_state import read_common_state
-from megatron_lowbit.megatron.run_record import check_resumed
+from megatron_lowbit.megatron.run.common_state import read_common_state
+from megatron_lowbit.megatron.run.records import check_resumed
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.record import recipe_from, record_of
 
@@ -114,7 +114,7 @@ def test_a_run_that_does_not_resume_training_may_differ(resumed, start, name):
 
 
 def test_an_older_checkpoint_is_loaded_and_said(resumed, start, capsys, monkeypatch):
-    found = "megatron_lowbit.megatron.run_record.read_common_state"
+    found = "megatron_lowbit.megatron.run.records.read_common_state"
     monkeypatch.setattr(found, lambda path: {"args": Namespace()})
     check_resumed(resumed)
     expected = f"{start}: records no recipe and data to compare with this run's\n"

@@ -25,9 +25,9 @@ from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError, exit_on_user_error
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.amax_history import PREFIX
-from megatron_lowbit.megatron.layer_state import layer_states
-from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.features.amax_history import PREFIX
+from megatron_lowbit.megatron.layers.state import layer_states
+from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.storage.files import TRACKER
 from tests.short_runs import fork_results_queue, without_pictures
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_lowbit.arguments import front_parser, parse_arguments
 from megatron_lowbit.arguments.parser import read_command_line
 from megatron_lowbit.arguments.precision import Machine, translate_precision
-from megatron_lowbit.megatron.dry_run import model_stages
+from megatron_lowbit.megatron.run.dry_run import model_stages
 from megatron_lowbit.planning.model import parameters, stages
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.command import main as show_recipe

@@ -101,20 +101,8 @@ def start(corpus, launch):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        own = arguments_for(
-            corpus,
-            (
-                "--save",
-                folder,
-                "--load",
-                folder,
-                "--train-iters",
-                100,
-                "--save-interval",
-                50,
-                "--exit-signal-handler",
-            ),
-        )
+        more = ["--train-iters", "100", "--save-interval", "50", "--exit-signal-handler"]
+        own = arguments_for(corpus, ("--save", folder, "--load", folder, *more))
         return [launch(command_of(n, port, own), log_of(folder, n)) for n in range(2)]
 
     return pods

@@ -18,18 +18,10 @@ def start(corpus, launch):
     """Starts the tiny model; ``folder`` with the suffix .log is what it prints."""
 
     def run(folder: Path) -> subprocess.Popen:
-        batch = (
-            "--micro-batch-size",
-            1,
-            "--global-batch-size",
-            PROCESSES,
-            "--train-iters",
-            100,
-            "--save-interval",
-            50,
-        )
+        batch = f"--micro-batch-size 1 --global-batch-size {PROCESSES} --train-iters 100"
         script = [str(ROOT / "examples/launch/torchrun.sh"), str(folder), "pretrain_gpt.py"]
-        command = [*script, *arguments_for(corpus, batch)]
+        training = arguments_for(corpus, (*batch.split(), "--save-interval", 50))
+        command = [*script, *training]
         return launch(command, folder.with_suffix(".log"), PYTHON=sys.executable)
 
     return run

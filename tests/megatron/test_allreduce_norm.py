@@ -9,9 +9,8 @@ from megatron_lowbit.collectives.reference import all_reduce_norm
 from megatron_lowbit.collectives.result import Result, fill
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.megatron.allreduce_norm import PrecomputedNorm, _AddAndNormalize
-from megatron_lowbit.megatron.layer_plan import LayerPlan
-from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.megatron.features.allreduce_norm import PrecomputedNorm, _AddAndNormalize
+from megatron_lowbit.megatron.layers.state import LayerPlan, LayerState
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.recipes import Layer, load_recipe
 

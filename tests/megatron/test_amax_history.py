@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_lowbit.megatron  # noqa: F401  before megatron
-from megatron_lowbit.megatron import amax_history
+from megatron_lowbit.megatron.features import amax_history
 from megatron_lowbit.numerics import AmaxHistory
 
 RANKS = 2
@@ -18,7 +18,8 @@ UNKNOWN = -1.0
 def layer(is_expert: bool, steps: list[float]) -> SimpleNamespace:
     history = AmaxHistory(len(steps), 4, torch.device("cpu"))
     history.step = torch.tensor(steps)
-    return SimpleNamespace(amax_history=history, is_expert=is_expert)
+    plan = SimpleNamespace(layer=SimpleNamespace(path=f"expert {is_expert}"))
+    return SimpleNamespace(amax_history=history, is_expert=is_expert, plan=plan)
 
 
 def test_the_largest_amax_of_all_ranks_is_recorded(run_ranks):
@@ -30,7 +31,7 @@ def check(rank: int) -> None:
     dense = layer(False, [[1.0, 8.0], [5.0, 2.0]][rank])
     expert = layer(True, [[3.0, UNKNOWN], [UNKNOWN, UNKNOWN]][rank])
     before = expert.amax_history.entries.clone()
-    histories = amax_history.AmaxHistories([dense, expert], None)
+    histories = amax_history.AmaxHistories(SimpleNamespace(states=[dense, expert]))
     histories.begin_step(1, training=True)
     histories.begin_step(2, training=True)
     assert dense.amax_history.entries[:, -1].tolist() == [5.0, 8.0]
@@ -41,6 +42,6 @@ def check(rank: int) -> None:
 if __name__ == "__main__":
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    amax_history.experts.replica_groups = lambda is_expert: [dist.group.WORLD]
+    amax_history.replica_groups = lambda is_expert: [dist.group.WORLD]
     check(rank)
     dist.destroy_process_group()

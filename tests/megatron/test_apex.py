@@ -18,7 +18,7 @@ from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.workarounds import use_torch_rms_norm
+from megatron_lowbit.megatron.run.workarounds import use_torch_rms_norm
 
 ROOT = Path(__file__).parents[2]
 APEX = {

@@ -19,10 +19,11 @@ from megatron.training import global_vars, training
 from megatron.training.checkpointing import read_metadata
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
-from megatron_lowbit.megatron.load_source import choose_checkpoint, verify_checkpoint
-from megatron_lowbit.megatron.metrics import MetricsWriter
+from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard, Recorder
+from megatron_lowbit.megatron.run.load_source import choose_checkpoint, verify_checkpoint
+from megatron_lowbit.megatron.run.metrics import MetricsWriter
 from megatron_lowbit.storage import files
+from tests.hostile_checkpoints import Evil
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -68,10 +69,10 @@ def test_the_newest_is_chosen(saved, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("latest_valid", [False, True])
-def test_nothing_to_load(tmp_path, latest_valid):
-    assert choose(tmp_path, load_latest_valid=latest_valid) == (None, None)
-    assert choose(tmp_path / "nowhere", load_latest_valid=latest_valid) == (None, None)
+def test_nothing_to_load(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        for latest_valid in (False, True):
+            assert choose(folder, load_latest_valid=latest_valid) == (None, None)
 
 
 @pytest.mark.parametrize("name", [SHARD, ".metadata", "metadata.json"])
@@ -186,29 +187,15 @@ def test_without_a_document_lengths_are_compared(saved, capsys):
     assert f"{path / SHARD}: 100 bytes instead of " in refusal(saved)
 
 
-class Evil:
-    """Object whose pickle creates a folder when it is loaded."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.trace),)
-
-
-@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_a_planted_pickle_does_not_run(saved, tmp_path, name, recorded):
-    """An attacker would also record the checksum."""
+def test_a_planted_pickle_that_is_recorded_does_not_run(saved, tmp_path, name):
+    """An attacker would also record the checksum; without one: test_hostile_sources.py."""
     path, trace = saved / "iter_0000003", tmp_path / "trace"
     if name == "common.pt":
         torch.save({"iteration": Evil(trace)}, path / name)
     else:
         (path / name).write_bytes(pickle.dumps(Evil(trace)))
-    if recorded:
-        files.write_document(path, {"files": files.checksums(path)})
-    else:
-        (path / files.DOCUMENT).unlink()
+    files.write_document(path, {"files": files.checksums(path)})
     assert refusal(saved).startswith(f"{path / name}: refused: ")
     assert not trace.exists()
 
@@ -562,18 +549,12 @@ def test_the_guard_refuses_before_the_model_is_touched(saved):
     guard.close()
 
 
-def test_a_run_that_saves_nothing_records_nothing(saved):
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_that_saves_nothing_and_another_rank_record_nothing(saved, monkeypatch, saves):
+    if saves:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     chunks = [chunk_with_steps()]
-    guard = CheckpointGuard(arguments(None))
-    guard(chunks)
-    assert chunks[0].lowbit_steps.listeners == []
-    guard.close()
-
-
-def test_another_rank_does_not_record(saved, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    chunks = [chunk_with_steps()]
-    guard = CheckpointGuard(arguments(None, save=str(saved)))
+    guard = CheckpointGuard(arguments(None, save=str(saved) if saves else None))
     guard(chunks)
     assert chunks[0].lowbit_steps.listeners == []
     guard.close()

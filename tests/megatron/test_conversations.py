@@ -9,13 +9,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch._utils import ExceptionWrapper
 from transformers import PreTrainedTokenizerFast
 
-from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.datasets import provide_datasets
-from megatron_lowbit.megatron.pretrain import teardown
-
-# isort: split
-from megatron.core import parallel_state
 
 RUN = """
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 96
@@ -56,24 +50,17 @@ def tokenizer(tmp_path) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def datasets(tmp_path, tokenizer, monkeypatch):
-    """Function of a command line and conversations that returns the training dataset."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+def datasets(tmp_path, tokenizer, monkeypatch, build_datasets):
+    """Function of a command line and conversations that returns the datasets."""
     monkeypatch.chdir(tmp_path)
 
     def build(line: str, *chats: list, samples: tuple = (6, 0, 0)) -> tuple:
         text = "\n".join(json.dumps({"messages": messages}) for messages in chats)
         (tmp_path / "chats.jsonl").write_text(text)
-        words = f"{RUN} --tokenizer-model tokenizer --data-path chats.jsonl --split 1,0,0 {line}"
-        parse_arguments(shlex.split(words))
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
-        parallel_state.initialize_model_parallel()
-        return provide_datasets(samples)
+        data = "--tokenizer-model tokenizer --data-path chats.jsonl --split 1,0,0"
+        return build_datasets(f"{RUN} {data} {line}", samples)
 
-    with teardown():
-        yield build
+    return build
 
 
 def pieces(sample: dict, tokenizer) -> list[str]:

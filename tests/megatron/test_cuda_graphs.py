@@ -1,53 +1,29 @@
-"""CUDA graphs under a recipe: what is refused, keys in memory, passes that are thrown away."""
+"""CUDA graphs under a recipe: keys in memory, weights, passes that are thrown away."""
 
 from argparse import Namespace
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, lowbit_linear
 from megatron_lowbit.layers.autograd_state import flatten
-from megatron_lowbit.megatron import compatibility, cuda_graphs, graph_weights, layer_state
-from megatron_lowbit.megatron.layer_plan import LayerPlan
-from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.megatron.features import cuda_graphs
+from megatron_lowbit.megatron.features.cuda_graphs import CudaGraphs
+from megatron_lowbit.megatron.layers import state as layer_state
+from megatron_lowbit.megatron.layers.state import LayerPlan, LayerState
 from megatron_lowbit.megatron.pretrain import free_cuda_graphs, teardown
 from megatron_lowbit.numerics import FORMATS
 from megatron_lowbit.numerics.randomness import key_table, microbatch_key
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, load_recipe
-from tests.megatron.test_recipe_hook import FINE
+from tests.megatron.test_compatibility import GRAPHS
 
-ARGS = {
-    **FINE, "cuda_graph_impl": "local", "eval_precision": "recipe", "eval_iters": 10,
-}  # fmt: skip
+ARGS = {**GRAPHS, "overlap_param_gather": False, "use_torch_fsdp2": False}
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"cuda_graph_impl": "full_iteration"}, "which it replays as one; use local"),
-        ({"eval_precision": "bf16"}, "use --eval-precision recipe"),
-        (
-            {"eval_precision": "bf16", "eval_iters": 0, "full_validation": True},
-            "use --eval-precision recipe",
-        ),
-        ({"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),
-        (
-            {"recompute_granularity": "selective", "pipeline_model_parallel_size": 2},
-            "another microbatch's random keys",
-        ),
-    ],
-)
-def test_what_is_refused(change, reason):
-    recipe = load_recipe("nvfp4")
-    compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), recipe))
-    with pytest.raises(UserError, match=f"^--cuda-graph-impl .* under a recipe: .*{reason}"):
-        compatibility.refuse(compatibility.cuda_graphs(Namespace(**{**ARGS, **change}), recipe))
 
 
 def test_the_next_run_in_a_process_has_no_graphs_yet(monkeypatch):
@@ -63,32 +39,6 @@ def test_the_next_run_in_a_process_chooses_its_own_generators(monkeypatch):
     assert not random._CUDA_RNG_STATE_TRACKER_INITIALIZED
 
 
-def test_signs_that_no_kernel_draws_are_refused():
-    """TetraJet-v2's format has none; with fixed signs nothing of a GPU's memory is read."""
-    fresh = [f"{gemm}.hadamard.signs=fresh" for gemm in ("dgrad", "wgrad")]
-    with pytest.raises(UserError, match="fresh signs of a format without kernels"):
-        compatibility.refuse(
-            compatibility.cuda_graphs(Namespace(**ARGS), load_recipe("tetrajet2", fresh))
-        )
-    for name in ("tetrajet2", "quartet2", "mxfp4-backward"):
-        compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), load_recipe(name)))
-
-
-def test_runs_without_evaluation_need_no_precision_for_it():
-    args = Namespace(**{**ARGS, "eval_precision": "bf16", "eval_iters": 0})
-    compatibility.refuse(compatibility.cuda_graphs(args, load_recipe("nvfp4")))
-
-
-@pytest.mark.parametrize(
-    "change", [{"cuda_graph_impl": "transformer_engine"}, {"num_experts": 4}], ids=str
-)
-def test_switches_that_are_refused(change):
-    recipe = load_recipe("nvfp4", ["switches.heal={iteration: 4, to: bf16}"])
-    compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), recipe))
-    with pytest.raises(UserError, match="where the recipe switches"):
-        compatibility.refuse(compatibility.cuda_graphs(Namespace(**{**ARGS, **change}), recipe))
-
-
 def states(*recipes):
     """Return states of layers in the middle of models, each under its recipe."""
     made = []
@@ -100,14 +50,28 @@ def states(*recipes):
     return made
 
 
+@pytest.fixture(autouse=True)
+def two_microbatches(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
+
+
+def installed(states, chunks=(), **changes) -> CudaGraphs:
+    """Return the graphs of layers."""
+    args = Namespace(**{**ARGS, **changes})
+    graphs = CudaGraphs(
+        SimpleNamespace(args=args, states=states, chunks=chunks, current="the recipe")
+    )
+    graphs.install()
+    return graphs
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     """Return graphs of three layers, and a function that begins a microbatch."""
     current = []
-    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: current[-1])
     layers = states("nvfp4", "mxfp4-backward", "fp8-delayed")
-    made = cuda_graphs.Graphs([], layers, Namespace(**ARGS))
+    made = installed(layers)
 
     def begin(microbatch):
         current.append(microbatch_key(1, 0, microbatch))
@@ -132,14 +96,13 @@ def test_layers_find_the_keys_of_their_microbatch(graphs):
 @pytest.mark.parametrize("change", [{}, {"mtp_num_layers": 1}], ids=str)
 def test_gradients_are_added_behind_the_first_microbatch(change, monkeypatch):
     """Layers of multi-token prediction may run several times in one: theirs are always added."""
-    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
     layer, expert = states("nvfp4", "nvfp4")
     expert.is_expert = True
-    made = cuda_graphs.Graphs([], [layer, expert], Namespace(**{**ARGS, **change}))
+    made = installed([layer, expert], **change)
     shares = []
     for _ in range(2):
-        made.begin_step(switched=False)
+        made.begin_step(0, training=True)
         for _ in range(3):
             made.begin_pass()
             shares.append(float(layer.context(UNSHARDED).main_grad_beta))
@@ -174,19 +137,20 @@ def captured(function):
     return made, replay
 
 
-WEIGHTS = {"overlap_param_gather": False, "use_megatron_fsdp": False, "use_torch_fsdp2": False}
-
-
 @pytest.fixture
 def layers(monkeypatch):
     """Return a layer under each of three recipes, in graphs and not: the last two draw bits."""
-    monkeypatch.setattr(graph_weights, "captured", captured)
-    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
+    monkeypatch.setattr(cuda_graphs, "captured", captured)
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
     names = ("fp8-tile", "nvfp4", "mxfp4-backward")
     made, plain = ([Linear(state) for state in states(*names)] for _ in range(2))
-    cuda_graphs.Graphs([], [layer.layer_state for layer in made], Namespace(**ARGS)).begin_pass()
     return torch.nn.Sequential(*made), plain
+
+
+def of_layers(made, **changes) -> CudaGraphs:
+    graphs = installed([layer.layer_state for layer in made], [made], **changes)
+    graphs.begin_pass()
+    return graphs
 
 
 def passes(layer):
@@ -197,7 +161,7 @@ def passes(layer):
 
 def test_weights_are_quantized_once_a_step_where_graphs_read_them(layers):
     made, plain = layers
-    weights = graph_weights.GraphWeights([made], Namespace(**WEIGHTS))
+    weights = of_layers(made)
     codes = []
     for step in range(3):
         for layer, twin in zip(made, plain, strict=True):
@@ -217,7 +181,7 @@ def test_weights_are_quantized_once_a_step_where_graphs_read_them(layers):
 
 def test_a_switch_has_its_weights_quantized_anew(layers):
     made, _ = layers
-    weights = graph_weights.GraphWeights([made], Namespace(**WEIGHTS))
+    weights = of_layers(made)
     weights.begin_step(0, training=True)
     first, second, _ = (layer.layer_state for layer in made)
     before = first.weight_cache
@@ -229,10 +193,12 @@ def test_a_switch_has_its_weights_quantized_anew(layers):
     assert not second.weight_cache.stored
 
 
-@pytest.mark.parametrize("gathered", WEIGHTS)
+@pytest.mark.parametrize(
+    "gathered", ["overlap_param_gather", "use_megatron_fsdp", "use_torch_fsdp2"]
+)
 def test_weights_that_are_still_gathered_are_left_to_each_graph(layers, gathered):
     made, _ = layers
-    weights = graph_weights.GraphWeights([made], Namespace(**{**WEIGHTS, gathered: True}))
+    weights = of_layers(made, **{gathered: True})
     weights.begin_step(0, training=True)
     for layer in made:
         assert layer.layer_state.context(UNSHARDED).weight_cache is None
@@ -255,16 +221,17 @@ class Captured(torch.nn.Module):
 
 def test_a_switch_makes_managers_and_cached_inputs_anew(monkeypatch):
     """Modules without managers of their own, as Megatron-LM's blocks, are left alone."""
-    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
     monkeypatch.setattr(cuda_graphs, "delete_cuda_graphs", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     layer = Captured()
     block = torch.nn.Sequential(layer)
     block.cudagraph_manager = None
-    made = cuda_graphs.Graphs([block], states("nvfp4"), Namespace(**ARGS))
+    made = installed(states("nvfp4"), [block], overlap_param_gather=True)
     before = layer(3)
-    made.begin_step(switched=False)
+    made.begin_step(0, training=True)
     assert layer.made == [] and layer(3) is before
-    made.begin_step(switched=True)
+    made.run.current = "another recipe"
+    made.begin_step(1, training=True)
     assert layer.made == ["configuration"] and layer(3) is not before
 
 

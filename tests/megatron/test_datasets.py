@@ -2,20 +2,15 @@
 
 import json
 import os
-import shlex
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.datasets import provide_datasets
 from megatron_lowbit.megatron.forward_step import _check_ids
-from megatron_lowbit.megatron.pretrain import teardown
 
 # isort: split
-from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training import get_args
 
@@ -42,20 +37,8 @@ def write_dataset(prefix, first_token: int = 0, documents: int = 39) -> str:
 
 
 @pytest.fixture
-def datasets(monkeypatch, capsys):
-    """Function that builds the datasets of a command line by Megatron-LM."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-    def build(line: str, *samples: int) -> tuple:
-        parse_arguments(shlex.split(f"{RUN} {line}"))
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
-        parallel_state.initialize_model_parallel()
-        return provide_datasets(samples)
-
-    with teardown():
-        yield build
+def datasets(build_datasets):
+    return lambda line, *samples: build_datasets(f"{RUN} {line}", samples)
 
 
 def tokens(dataset) -> set[int]:

@@ -10,8 +10,11 @@ import torch
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.precision import Machine
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import dry_run, pretrain
-from megatron_lowbit.megatron.model_config import model_config_of
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.recipe_hook import _products, model_config_of
+from megatron_lowbit.megatron.run import dry_run
+from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.show import model_layers
 
 # isort: split
@@ -256,3 +259,43 @@ def test_cuda_graphs_on_gpus_are_those_that_megatron_lm_makes_of_the_arguments(m
     monkeypatch.setattr(Machine, "current", lambda: Machine((9, 0), transformer_engine=True))
     for flags in (graphs, "--enable-cuda-graph --eval-iters 0"):
         assert parse(f"{LAYERS} {flags}").cuda_graph_impl_on_gpus == "local"
+
+
+# -- products of a recipe --------------------------------------------------------------------------
+
+TILES = "fp8-1x128-e4m3 pow2 x fp8-128x128-e4m3 pow2"
+NARROW = "fprop.accumulation={inner: bf16, promote_every: 128}"
+
+
+def products(engine, *overrides, name="fp8-tile"):
+    return list(_products(load_recipe(name, overrides), engine, model_layers(None, 4)))
+
+
+@pytest.mark.parametrize("engine", [ReferenceEngine("asked for"), dry_run._PlannedEngine((9, 0))])
+def test_sums_are_those_of_the_recipe(engine):
+    """Emulated sums are the same on every device; other GEMMs keep the engine's."""
+    plain, changed = products(engine), products(engine, NARROW)
+    narrow = f"  fprop, {TILES}: dequantized to FP32, BF16 sums of 128 products, added in FP32"
+    assert narrow in changed and narrow not in plain
+    assert len(changed) == len(plain) and len(set(changed) - set(plain)) == 1
+    (never,) = set(products(engine, "wgrad.accumulation={inner: fp8, promote_every: null}")) - {
+        *plain
+    }
+    assert never.startswith("  wgrad, ") and never.endswith(": dequantized to FP32, FP8 sums")
+
+
+def test_a_gemm_in_high_precision_with_narrow_sums_is_named():
+    accumulation = "accumulation={inner: bf16, promote_every: 64}"
+    shown = products(
+        ReferenceEngine("asked for"), f"configs.bf16.fprop.{accumulation}", name="bf16"
+    )
+    assert shown == [
+        "  fprop, bf16 x bf16: dequantized to FP32, BF16 sums of 64 products, added in FP32"
+    ]
+
+
+def test_products_that_are_not_folded_are_named():
+    engine = dry_run._PlannedEngine((9, 0))
+    folded, plain = products(engine, name="mxfp8"), products(engine, "folding=false", name="mxfp8")
+    assert all("folded to FP8 tensors" in line for line in folded)
+    assert all("exact BF16, FP32" in line for line in plain)

@@ -38,8 +38,8 @@ from megatron.training.distillation.utils_logits import decode_logprobs_payload
 from megatron_lowbit.arguments.from_checkpoint import check_loads
 from megatron_lowbit.arguments.parser import add_recipe_arguments
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard
-from megatron_lowbit.megatron.extra_states import check_extra_states
+from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard
+from megatron_lowbit.megatron.run.load_source import check_extra_states
 from megatron_lowbit.storage import files
 from tests.hostile_checkpoints import Evil, common_of, metadata_of, write_metadata, write_object
 

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lowbit.arguments import parse_arguments
-from megatron_lowbit.megatron import hybrid
-from megatron_lowbit.megatron.mamba import (
+from megatron_lowbit.megatron.layers import hybrid
+from megatron_lowbit.megatron.layers.hybrid import (
     GatedNorm,
     convolve_and_scan,
     torch_scan,
     triton_scan,
     use_best_scan,
 )
-from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.pretrain import teardown
+from megatron_lowbit.megatron.recipe_hook import model_config_of
 
 # isort: split
 from megatron.core import parallel_state
@@ -161,10 +161,10 @@ def test_hybrids_of_all_layers_have_the_best_scan(layers, monkeypatch, capsys):
     """Without causal-conv1d Megatron-LM's mixer would call None in either."""
     transformer = SimpleNamespace(transformer_impl=layers)
     config = SimpleNamespace(transformer=transformer, hybrid_stack_spec="own")
-    place = "megatron_lowbit.megatron.model_config"
+    place = "megatron_lowbit.megatron.recipe_hook"
     monkeypatch.setattr(f"{place}.hybrid_config_from_args", lambda args: config)
     monkeypatch.setattr(f"{place}.use_best_scan", lambda: "the best")
-    monkeypatch.setattr(f"{place}.apply_ignored_arguments", lambda config, args: [])
+    monkeypatch.setattr(f"{place}.workarounds.apply_ignored_arguments", lambda config, args: [])
     monkeypatch.setattr(f"{place}.use_recipe", lambda config, args: None)
     assert (
         model_config_of(SimpleNamespace(hybrid_layer_pattern="M*", reset_attention_mask=False))
@@ -185,7 +185,7 @@ def test_what_only_mamba_ssm_can_do_is_refused(monkeypatch):
         convolve_and_scan(*[None] * 8, scan=torch_scan, seq_idx=torch.zeros(1))
     with pytest.raises(NotImplementedError, match="before the norm"):
         GatedNorm(8, 1e-5, 4, norm_before_gate=True, device="cpu", dtype=torch.float32)
-    monkeypatch.setattr("megatron_lowbit.megatron.mamba._HAVE_MAMBA_SSM", False)
+    monkeypatch.setattr("megatron_lowbit.megatron.layers.hybrid._HAVE_MAMBA_SSM", False)
     with pytest.raises(ImportError, match="mamba-ssm is not installed"):
         triton_scan(*[None] * 9)
 

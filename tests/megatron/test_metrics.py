@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lowbit.megatron import metrics, pretrain
-from megatron_lowbit.megatron.metrics import MetricsWriter
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.run import metrics
+from megatron_lowbit.megatron.run.metrics import MetricsWriter
 
 # isort: split
 from megatron.training import global_vars
@@ -190,34 +191,25 @@ def test_a_resumed_run_drops_lines_after_its_start(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("rest", ['{"iteration": 2, "lm_lo', '{"iteration": 2, "lm_loss": 2.5}'])
-def test_a_line_cut_short_by_a_crash_goes(tmp_path, rest):
+@pytest.mark.parametrize(
+    ("rest", "start", "remaining"),
+    [
+        ('{"iteration": 2, "lm_lo', 5, [1, 2]),
+        ('{"iteration": 2, "lm_loss": 2.5}', 5, [1, 2]),
+        ('[]\n{}\n1\nx\n{"iteration": null}\n', 5, [1, 2]),
+        ("", 0, []),
+    ],
+    ids=["cut short", "without an end", "no metrics", "a new run"],
+)
+def test_lines_that_a_run_drops_as_it_begins(tmp_path, rest, start, remaining):
     write_lines(tmp_path, range(1, 3))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(rest)
-    made = writer(tmp_path, start=5)
+    made = writer(tmp_path, start=start)
+    made.add_text("more", "text", global_step=0)  # only the first text names the start
     train(made, 6)
     made.close()
-    assert [record["iteration"] for record in records(tmp_path)] == [1, 2, 6]
-
-
-def test_lines_that_are_no_metrics_go(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('[]\n{}\n1\nx\n{"iteration": null}\n')
-    writer(tmp_path, start=1)
-    assert records(tmp_path) == []
-
-
-def test_a_new_run_drops_all_lines(tmp_path):
-    write_lines(tmp_path, range(1, 3))
-    writer(tmp_path, start=0)
-    assert records(tmp_path) == []
-
-
-def test_only_the_first_text_names_the_start(tmp_path):
-    write_lines(tmp_path, range(1, 3))
-    made = writer(tmp_path, start=2)
-    made.add_text("more", "text", global_step=0)
-    assert [record["iteration"] for record in records(tmp_path)] == [1, 2]
+    assert [record["iteration"] for record in records(tmp_path)] == [*remaining, 6]
 
 
 def test_tensorboard_gets_everything(tmp_path):
@@ -242,8 +234,7 @@ def test_tensorboard_gets_everything(tmp_path):
 
 def test_without_tensorboard_its_other_methods_do_nothing(tmp_path):
     made = writer(tmp_path)
-    assert made.add_histogram("weights", 3, bins=2) is None
-    assert made.flush() is None
+    assert made.add_histogram("weights", 3, bins=2) is made.flush() is None
     made.close()
     assert not (tmp_path / "metrics.jsonl").exists()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import oscillation
+from megatron_lowbit.megatron.features import oscillation
 from megatron_lowbit.numerics import quantize
 from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.recipes import HIGH_PRECISION, load_recipe
@@ -31,7 +31,8 @@ def resets(layer, monkeypatch):
     monkeypatch.setattr(oscillation, "_log", lambda *counts: logged.append(counts))
     logged = []
     reset = OscillationReset(start=1, period=9, over=2, ratio=2.0)
-    return oscillation.OscillationResets([layer], reset, 100, None), logged
+    run = SimpleNamespace(recipe=SimpleNamespace(oscillation=reset), iterations=100, chunks=[layer])
+    return oscillation.OscillationResets(run), logged
 
 
 def move(layer, iteration: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.norm_statistics import largest_feature
+from megatron_lowbit.megatron.features.logs import largest_feature
 from megatron_lowbit.megatron.pretrain import main
 from tests.marks import others_slow
 

@@ -11,7 +11,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import resumed_schedule
+from megatron_lowbit.megatron.run import resumed_schedule
 
 RATES = {"max_lr": 6e-4, "min_lr": 6e-5}
 OTHER = {"max_lr": 1e-4, "min_lr": 1e-5}

@@ -18,7 +18,7 @@ from megatron_lowbit import load_recipe
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, WeightCache
 from megatron_lowbit.layers.context import LazyTranspose
-from megatron_lowbit.megatron.stored_bucket import Packed, StoredBucket, cut_rows
+from megatron_lowbit.megatron.features.stored_bucket import Packed, StoredBucket, cut_rows
 from megatron_lowbit.numerics import quantize
 
 RANKS = 3

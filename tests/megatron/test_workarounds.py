@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_lowbit.arguments import parse_arguments
-from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.pretrain import teardown
-from megatron_lowbit.megatron.workarounds import (
+from megatron_lowbit.megatron.recipe_hook import model_config_of
+from megatron_lowbit.megatron.run.workarounds import (
     apply_ignored_arguments,
     fuse_gradient_accumulation,
 )

@@ -18,9 +18,9 @@ from megatron_lowbit.data.index_cache import building
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.folders import replace_text, replacing
-from megatron_lowbit.megatron.bad_iterations import NOTES, skip_bad_iterations
-from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard
-from megatron_lowbit.megatron.metrics import MetricsWriter
+from megatron_lowbit.megatron.run.bad_iterations import NOTES, skip_bad_iterations
+from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard
+from megatron_lowbit.megatron.run.metrics import MetricsWriter
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.lock import FolderLock, output_lock, temporary_folder
 from megatron_lowbit.storage.resumable_output import JOURNAL, ResumableOutput, resumable_output
@@ -172,7 +172,7 @@ def test_only_replacing_and_a_few_named_places_open_files_to_write():
     }
     assert {name: count for name, count in found.items() if count} == {
         "folders.py": 1, "storage/lock.py": 3, "storage/files.py": 2,
-        "storage/resumable_output.py": 3, "data/index_cache.py": 1, "megatron/metrics.py": 1,
+        "storage/resumable_output.py": 3, "data/index_cache.py": 1, "megatron/run/metrics.py": 1,
         "analysis/loss_curve.py": 1, "analysis/comparison_page.py": 1, "study/runner.py": 2,
         "study/sensitivity.py": 1, "checkpoints/hugging_face_files.py": 2,
         "conversion/convert.py": 1,

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from megatron_lowbit.layers.autograd_state import flatten
-from megatron_lowbit.megatron.dry_run import build, count_parameters, rank_of_stage
-from megatron_lowbit.megatron.layer_state import layer_states
-from megatron_lowbit.megatron.model_config import model_config_of
+from megatron_lowbit.megatron.layers.state import layer_states
+from megatron_lowbit.megatron.recipe_hook import model_config_of
+from megatron_lowbit.megatron.run.dry_run import build, count_parameters, rank_of_stage
 from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import gpu

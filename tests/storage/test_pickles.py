@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.common_state import read_common_state, read_object
+from megatron_lowbit.megatron.run.common_state import read_common_state, read_object
 from megatron_lowbit.storage.pickles import Reader, check_lengths, read_objects, saved_tensors
 from tests.hostile_checkpoints import COMMON, Evil, write_metadata, write_object
 
@@ -153,7 +153,7 @@ def test_the_common_state_of_older_checkpoints(checkpoint):
 
 @pytest.mark.parametrize("content", [[], [{}, {}], [1], {"iteration": 7}])
 def test_a_common_state_of_another_shape(checkpoint, content, monkeypatch):
-    name = "megatron_lowbit.megatron.common_state.read_object"
+    name = "megatron_lowbit.megatron.run.common_state.read_object"
     monkeypatch.setattr(name, lambda path, key: content)
     with pytest.raises(UserError, match="its common state is damaged"):
         read_common_state(checkpoint)

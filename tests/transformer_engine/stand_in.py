@@ -19,7 +19,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core.extensions import transformer_engine as extensions
 
 _OURS = (
-    "megatron_lowbit.megatron.transformer_engine_layers",
+    "megatron_lowbit.megatron.layers.transformer_engine",
     "megatron_lowbit.transformer_engine.norm",
     "megatron_lowbit.transformer_engine.quantizers",
     "megatron_lowbit.transformer_engine.recipe",

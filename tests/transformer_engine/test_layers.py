@@ -8,11 +8,10 @@ import torch
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import lowbit_linear
-from megatron_lowbit.megatron import layer_state
-from megatron_lowbit.megatron.layer_plan import LayerPlan
-from megatron_lowbit.megatron.layer_state import weights_of
-from megatron_lowbit.megatron.quantized_parameters import check_states
-from megatron_lowbit.megatron.stored_bucket import StoredBucket
+from megatron_lowbit.megatron.features.quantized_parameters import QuantizedParameters
+from megatron_lowbit.megatron.features.stored_bucket import StoredBucket
+from megatron_lowbit.megatron.layers import state as layer_state
+from megatron_lowbit.megatron.layers.state import LayerPlan, weights_of
 from megatron_lowbit.recipes import Layer, load_recipe
 from tests.transformer_engine.stand_in import (
     ColumnLinear,
@@ -280,7 +279,11 @@ def test_evaluations(layers, evaluates):
 
 
 def test_kernels_of_transformer_engine_are_refused(layers, monkeypatch):
-    check_states([taken_over(layers, "nvfp4").layer_state])
+    def check():
+        run = SimpleNamespace(states=[taken_over(layers, "nvfp4").layer_state])
+        QuantizedParameters(run).check_rank()
+
+    check()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     with pytest.raises(UserError, match=f"{PATH} .*NVFP4BlockScaling.*--transformer-impl local"):
-        check_states([taken_over(layers, "nvfp4").layer_state])
+        check()

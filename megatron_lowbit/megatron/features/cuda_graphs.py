@@ -1,0 +1,143 @@
+"""CUDA graphs of Megatron-LM under a recipe.
+
+A graph replays kernels with the arguments of its capture. What changes from one microbatch to the
+next must therefore lie in device memory: random keys do, amax histories are written in place, and
+a scalar tells GEMMs whether main gradients are still zeros. A layer's graph reads quantized weights
+where they lay when it was captured; a graph of their own writes them there before the first
+microbatch of each step. Where weights are not whole at that moment, as they are still being
+gathered, and where random bits round them, each layer's graph quantizes its own.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+from megatron_lowbit.layers import WeightCache
+from megatron_lowbit.layers.operands import quantize_weight
+from megatron_lowbit.megatron.features import Feature
+from megatron_lowbit.megatron.layers.state import LayerState, weights_of
+from megatron_lowbit.numerics.randomness import key_table
+from megatron_lowbit.recipes import LinearPrecision, Recipe
+
+_T = TypeVar("_T")
+
+
+class CudaGraphs(Feature):
+    """Random keys, quantized weights and captures of a rank's layers.
+
+    Layers copy their keys at the beginning of a call, since other microbatches may come before its
+    backward pass.
+    """
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self._precisions: list[LinearPrecision] = []
+        self._replay: Callable[[], None] | None = None
+
+    @classmethod
+    def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
+        return args.cuda_graph_impl != "none"
+
+    def install(self) -> None:
+        """Give the layers places in device memory for what changes between replays."""
+        args, states = self.run.args, self.run.states
+        self._unused = key_table(0)
+        device = states[0].device if states else "cpu"
+        self._keys = torch.zeros((len(states), len(self._unused)), dtype=torch.int64, device=device)
+        # A layer that is applied several times in a microbatch adds to what it has written.
+        self._writes_first = not args.mtp_num_layers
+        self._is_first = False
+        self._main_grad_beta = torch.ones((), device=device)
+        for state, keys in zip(states, self._keys, strict=True):
+            state.graph_keys = keys
+            if not state.is_expert:  # experts' layers are not captured
+                state.main_grad_beta = self._main_grad_beta
+        self._recipe, self._microbatches = self.run.current, get_num_microbatches()
+        self._weights: list[tuple[torch.nn.Parameter, LayerState]] = []
+        # Weights that are gathered later are not whole when a step begins.
+        if not (args.overlap_param_gather or args.use_megatron_fsdp or args.use_torch_fsdp2):
+            weights = (pair for chunk in self.run.chunks for pair in weights_of(chunk))
+            self._weights = [pair for pair in weights if not pair[1].is_expert]
+
+    def begin_pass(self) -> None:
+        """Write the keys of the microbatch, and whether main gradients are zeros.
+
+        They are until the backward pass of the step's first microbatch. Before the backward pass of
+        any other, this microbatch's own forward pass has begun.
+        """
+        self._main_grad_beta.fill_(float(not self._is_first))
+        self._is_first = False
+        tables = [
+            key_table(state.microbatch_key()) if state.plan.precision.stochastic else self._unused
+            for state in self.run.states
+        ]
+        keys = torch.tensor(tables, dtype=torch.int64).view_as(self._keys)
+        if self._keys.is_cuda:  # one copy that nothing waits for
+            keys = keys.pin_memory()
+        self._keys.copy_(keys, non_blocking=True)
+
+    def begin_step(self, iteration: int, training: bool) -> None:
+        """Remove graphs of another precision or number of microbatches, and write weights."""
+        if training:
+            self._is_first = self._writes_first
+            recipe, self._recipe = self._recipe, self.run.current
+            before, self._microbatches = self._microbatches, get_num_microbatches()
+            is_pipeline = self.run.args.pipeline_model_parallel_size > 1
+            if recipe != self._recipe or (is_pipeline and before != self._microbatches):
+                self._delete_graphs()
+        self._quantize_weights()
+
+    def _delete_graphs(self) -> None:
+        """Let Megatron-LM capture its graphs by layer anew in this step."""
+        if self.run.args.cuda_graph_impl != "local":
+            return
+        torch.cuda.synchronize()
+        delete_cuda_graphs()
+        for chunk in self.run.chunks:
+            for module in chunk.modules():
+                if hasattr(module, "create_mcore_cudagraph_manager"):
+                    module.create_mcore_cudagraph_manager(module.config)
+                # Megatron-LM counts the uses of a graph's input on the tensor itself, which
+                # must be another one when it counts again: rotary embeddings are cached.
+                if hasattr(module.forward, "cache_clear"):
+                    module.forward.cache_clear()
+
+    @torch.no_grad()
+    def _quantize_weights(self) -> None:
+        """Quantize the weights of a step, at fixed addresses."""
+        precisions = [state.plan.precision for _, state in self._weights]
+        if precisions == self._precisions:
+            if self._replay is not None:
+                self._replay()
+            return
+        self._precisions, self._replay = precisions, None
+        for _, state in self._weights:
+            state.weight_cache = WeightCache()
+        layers = [pair for pair in self._weights if pair[1].quantizes_weight]
+        if layers:
+            operands, self._replay = captured(lambda: [_quantized(*layer) for layer in layers])
+            for (_, state), pair in zip(layers, operands, strict=True):
+                state.weight_cache = WeightCache(pair, stored=True)
+
+
+def _quantized(weight: torch.nn.Parameter, state: LayerState) -> tuple[Any, Any]:
+    context = replace(state.context(state.shards()), weight_cache=None)
+    return quantize_weight(context, lambda: weight)
+
+
+def captured(function: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
+    """Record a function in a CUDA graph; return its result, and a function that writes it anew.
+
+    It runs once before, which compiles its kernels.
+    """
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = function()
+    graph.replay()
+    return result, graph.replay

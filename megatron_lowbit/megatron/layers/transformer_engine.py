@@ -1,0 +1,210 @@
+"""megatron-core's Transformer Engine layers under a recipe, module by module.
+
+They keep the parameters, their sharding and their checkpoints. Where Transformer Engine has
+kernels for a precision on this GPU, its module computes in a recipe of its own, which it takes
+through megatron-core's ``finish_init``: by a name that megatron-core knows, or by the path of
+:func:`factory`, which finds its module by the name that Transformer Engine passes. Elsewhere the
+forward pass is replaced: a norm is Transformer Engine's, the product this project's.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformer_engine.pytorch.quantization import RecipeState
+from transformer_engine.pytorch.tensor import IdentityQuantizer
+
+from megatron_lowbit.errors import require
+from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.layers.autograd_state import eager
+from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert
+from megatron_lowbit.megatron.layers.state import LayerPlan, LayerState, device_of, split_features
+from megatron_lowbit.recipes import LinearPrecision
+from megatron_lowbit.transformer_engine.native import layer_recipe
+from megatron_lowbit.transformer_engine.norm import normalized
+from megatron_lowbit.transformer_engine.recipe import build
+
+_COLUMN = (te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear)
+_FACTORY = f"{__name__}.factory"
+
+
+def linears_of(chunk: torch.nn.Module) -> dict[str, torch.nn.Module | Expert]:
+    """Return a chunk's linear layers that can take a recipe, and experts, by their path in it."""
+    classes = (*_COLUMN, te.TERowParallelLinear, te.TELinear)
+    linears: dict[str, torch.nn.Module | Expert] = {}
+    for name, module in chunk.named_modules():
+        if isinstance(module, classes):
+            linears[name] = module
+        elif isinstance(module, te.TEGroupedLinear):
+            linears |= {f"{name}.{i}": Expert(module, i) for i in range(module.num_gemms)}
+    return linears
+
+
+def take_over(module: torch.nn.Module | Expert, plan: LayerPlan) -> LayerState:
+    """Give a linear layer of Transformer Engine its precision; return the state it now has."""
+    if isinstance(module, Expert):
+        is_column = isinstance(module.grouped, te.TEColumnParallelGroupedLinear)
+        return take_over_expert(module, plan, is_column)
+    module.layer_state = TELayerState(plan, module)
+    module.forward = _Forward(module.layer_state)
+    return module.layer_state
+
+
+class TELayerState(LayerState):
+    """The state of a module of Transformer Engine, which it keeps in step with its precision.
+
+    ``native`` is Transformer Engine's recipe that computes the layer, None for this project's.
+    """
+
+    def __init__(self, plan: LayerPlan, module: torch.nn.Module) -> None:
+        self.module, is_column = module, isinstance(module, _COLUMN)
+        module.name = _Name(plan.layer.path)
+        module.name.state = self
+        module.get_extra_state = _no_extra_state
+        if plan.layer.path.endswith("attention.linear_proj"):
+            module.save_original_input |= _attention_keeps_output(module.config)
+        # Layers with a norm have no such choice: nothing else keeps what it gives.
+        self.saves_input = getattr(module, "save_original_input", False)
+        features = None
+        if module.tp_size > 1:
+            split = module.out_features if is_column else module.in_features
+            features = split_features(split, module.weight, module.tp_group)
+        is_expert = ".local_experts." in plan.layer.path
+        super().__init__(
+            plan, device_of(module.weight), module.tp_group, features, is_column, is_expert
+        )
+
+    def set_precision(self, precision: LinearPrecision) -> None:
+        """Compute in another precision from now on."""
+        self.native = None
+        if precision.quantized:
+            self.native = layer_recipe(precision, torch.cuda.get_device_capability())
+        super().set_precision(precision)
+        module, layer = self.module, self.plan.layer
+        if precision.quantized and self.native is None:
+            _check(module.config)
+        where = MatchContext(layer.path, layer.block)
+        module.finish_init(QuantizationConfig(self._content(), where, "recipe"))
+        module.fp8_initialized = module.fp8_meta_tensors_initialized = False
+        module._fp8_workspaces.clear()
+
+    def _content(self) -> dict[str, Any]:
+        """Return megatron-core's configuration of a module; an empty recipe is high precision."""
+        training: dict[str, Any] = {}
+        if self.native is not None:
+            custom = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": _FACTORY}
+            training = dict(self.native.megatron or custom, override_nonquantized_autocast=True)
+        return {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": training,
+            "evaluation_recipe": training if self.plan.evaluates else {},
+        }
+
+    @property
+    def quantizes_weight(self) -> bool:
+        """True if this project quantizes the weight, once for all microbatches of a step."""
+        return self.native is None and super().quantizes_weight
+
+    def forget_weight(self) -> None:
+        """Quantize the weight anew in the next call: it has changed.
+
+        megatron-core says so to its modules only where one recipe is for all of them, and never to
+        those that quantize nothing.
+        """
+        super().forget_weight()
+        if self.native is not None:
+            self.module.is_first_microbatch = True
+
+
+def _no_extra_state() -> torch.Tensor:
+    """Return the extra state of a module whose recipe keeps nothing between iterations.
+
+    Transformer Engine would pickle a recipe that it has no name for, and refuse it at the load.
+    """
+    return torch.empty(0, dtype=torch.uint8)
+
+
+class _Forward:
+    """The forward pass of a module, in the precision of its state."""
+
+    def __init__(self, state: TELayerState) -> None:
+        module = state.module
+        self.state, self.upstream = state, module.forward
+        self.normalizes = hasattr(module, "layer_norm_weight")
+        self.reduces = module.parallel_mode == "row" and module.tp_size > 1
+
+    @eager  # The key is another one in every microbatch.
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        state, module = self.state, self.state.module
+        # An expert without tokens has nothing to quantize, nor an amax to record.
+        if state.native or not state.is_active(module.training) or x.numel() == 0:
+            if is_graph_capturing():
+                # A graph quantizes the weight, and adds its gradient, in every microbatch.
+                module.disable_parameter_transpose_cache = True
+            return self.upstream(x)
+        if self.normalizes:
+            x = normalized(x, module)
+        bias = module.bias if module.use_bias else None
+        added, returned = (None, bias) if module.te_return_bias else (bias, None)
+        splits_tokens: bool = module.sequence_parallel
+        context = state.context(state.shards(splits_tokens, allreduce_dgrad=not splits_tokens))
+        if not self.reduces:
+            return lowbit_linear(x, module.weight, context, bias=added), returned
+        reduce = reduce_from_tensor_model_parallel_region
+        if splits_tokens:
+            reduce = reduce_scatter_to_sequence_parallel_region
+        y = reduce(lowbit_linear(x, module.weight, context), group=module.tp_group)
+        return y if added is None else y + added, returned
+
+
+def _check(config: TransformerConfig) -> None:
+    """Raise UserError for what Transformer Engine's modules do and this project's layers do not."""
+    refused = {
+        "--tp-comm-overlap": config.tp_comm_overlap,
+        "--tensor-parallel-num-weight-shards": config.gtp_weight_remat_size > 1,
+    }
+    for flag, given in refused.items():
+        require(not given, f"{flag} under a recipe: this project's kernels compute the linear "
+                "layers, and do not have it; leave it out")  # fmt: skip
+
+
+def _attention_keeps_output(config: TransformerConfig) -> bool:
+    """Return True if attention's output is in memory until the backward pass.
+
+    Its projection then needs no codes of it for wgrad, which it quantizes again.
+    """
+    recomputed = config.recompute_granularity == "selective" and (
+        "core_attn" in config.recompute_modules
+    )
+    return not recomputed and not config.attention_output_gate
+
+
+class _Name(str):
+    """A module's path, which comes with every role that Transformer Engine asks a factory for."""
+
+    state: TELayerState
+
+
+_QUANTIZERS = {
+    "input": ("forward", 3, 0),
+    "weight": ("forward", 3, 1),
+    "grad_output": ("backward", 2, 0),
+}
+"""Pass of each operand, the number of the pass's quantizers, and the operand's index there."""
+
+
+def factory(role: Any) -> Any:
+    """Return the quantizer of one operand of a module that a recipe of its own computes."""
+    if role is None or role.tensor_type not in _QUANTIZERS:
+        return IdentityQuantizer()  # a slot that stays in high precision
+    # Transformer Engine's own recipe makes the quantizers of a pass together.
+    mode, count, index = _QUANTIZERS[role.tensor_type]
+    recipe = build(role.name.state.native)
+    return RecipeState.create(recipe, mode=mode, num_quantizers=count).make_quantizers()[index]

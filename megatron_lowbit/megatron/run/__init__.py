@@ -1,0 +1,1 @@
+"""A run: checkpoints, data, steps, errors, and workarounds for Megatron-LM."""

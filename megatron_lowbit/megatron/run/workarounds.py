@@ -1,0 +1,137 @@
+"""Workarounds for gaps and bugs of Megatron-LM 0.19.2 as packaged on PyPI (docs/upstream-notes.md).
+
+What no workaround helps is refused in ``compatibility.py``.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import cache, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_lowbit.kernels.cublas import scaled_matmul
+
+
+def use_prebuilt_dataset_helpers() -> None:
+    """Disable the compilation of dataset helpers, of which the package has no Makefile."""
+    from megatron.core.datasets import helpers_cpp, utils  # noqa: F401  checks that helpers exist
+
+    utils.compile_helpers = lambda: None
+
+
+def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]:
+    """Apply ``--rope-scaling-factor`` and ``--openai-gelu`` to a model's configuration.
+
+    ``gpt_config_from_args`` leaves the factor at 8. No code reads ``--openai-gelu``: Megatron-LM
+    computes the tanh approximation of GELU where it fuses bias and activation, and exact GELU
+    elsewhere, such as on a CPU.
+
+    Args:
+        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
+        args: arguments parsed by Megatron-LM.
+
+    Yields:
+        A line to print for each changed setting.
+    """
+    from megatron.core.transformer.utils import openai_gelu
+
+    factor = getattr(model_config, "rope_scaling_factor", args.rope_scaling_factor)
+    if args.use_rope_scaling and factor != args.rope_scaling_factor:
+        model_config.rope_scaling_factor = args.rope_scaling_factor
+        yield f"--rope-scaling-factor {args.rope_scaling_factor:g} applied: Megatron-LM ignores it"
+    if args.openai_gelu and not args.bias_gelu_fusion:
+        model_config.transformer.activation_func = openai_gelu
+        yield "--openai-gelu applied: Megatron-LM ignores it"
+
+
+def train_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Let local experts with biases be trained; return the chunks.
+
+    Megatron-LM adds a bias in place to the result of a reduction over one rank, which for autograd
+    is a view; the layer skips that reduction here, as it does in expert parallelism. With sequence
+    parallelism Megatron-LM sums the bias's gradient over the tensor-parallel ranks, which hold
+    replicas of the expert and have summed it already.
+    """
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, RowParallelLinear) and module.is_expert:
+                module.explicit_expert_comm = True
+                module.bias.sequence_parallel = False
+    return chunks
+
+
+@cache
+def use_local_latent_attention() -> None:
+    """Make local core attention accept the widths of multi-latent attention's keys and values."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    upstream = DotProductAttention.__init__
+
+    @wraps(upstream)
+    def init(
+        self: DotProductAttention,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        upstream(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    DotProductAttention.__init__ = init
+
+
+def fuse_gradient_accumulation() -> None:
+    """Compute what Apex's extension does for ``--gradient-accumulation-fusion``, by cuBLAS.
+
+    The output layer needs it in models of Transformer Engine layers, too. Where Apex is installed,
+    its extension stays.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=_add_wgrad, wgrad_gemm_accum_fp16=_add_wgrad
+        )
+        layers._grad_accum_fusion_available = True
+
+
+def _add_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add the product of grad (M, N), transposed, and x (M, K) to ``main_grad`` (N, K)."""
+    if main_grad.dtype is torch.float32 and x.dtype is torch.bfloat16 and x.is_cuda:
+        scaled_matmul(grad.t(), x.t(), None, torch.float32, out=main_grad)
+    else:
+        main_grad.add_(grad.t() @ x)
+
+
+def use_torch_rms_norm() -> None:
+    """Replace Apex's norm by torch's in models with RMSNorm, which Apex does not support."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+    if "__new__" not in vars(FusedLayerNorm):  # The CPU runtime has replaced it already.
+        FusedLayerNorm.__new__ = staticmethod(_norm_of)
+
+
+def _norm_of(kind: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Build the norm of a configuration; without one, as when copying, an empty ``kind``."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    if config is None or config.normalization == "LayerNorm":
+        return object.__new__(kind)
+    return WrappedTorchNorm(config, *args, **kwargs)
+
+
+def use_zero_centered_norms() -> None:
+    """Let local layers have ``--apply-layernorm-1p``, which their norms refuse, on a GPU, too."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_lowbit.cpu_runtime.megatron_patches import build_norm
+
+    for norm in (WrappedTorchNorm, FusedLayerNorm):
+        norm.__new__ = staticmethod(build_norm)

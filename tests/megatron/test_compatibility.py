@@ -1,0 +1,180 @@
+"""Arguments that training or a recipe refuses before the model is built."""
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import compatibility
+from megatron_lowbit.megatron.recipe_hook import use_recipe
+from megatron_lowbit.megatron.run.workarounds import train_biases_of_experts
+from megatron_lowbit.recipes import load_recipe
+
+USUAL = {
+    "transformer_impl": "local", "multi_latent_attention": False, "tensor_model_parallel_size": 1,
+    "num_experts": None, "add_bias_linear": True, "fused_allreduce_norm": False, "recipe_set": [],
+    "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
+    "recompute_granularity": None, "pipeline_model_parallel_size": 1,
+    "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
+    "fp8_recipe": None, "fp4_recipe": None,
+    "use_transformer_engine_op_fuser": False, "gradient_accumulation_fusion": False, "geglu": False,
+    "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
+    "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
+    "quantized_param_gather": False, "virtual_pipeline_model_parallel_size": None,
+    "async_save": False, "use_megatron_fsdp": False, "mtp_num_layers": None,
+    "non_persistent_ckpt_type": None, "enable_msc": False, "hybrid_layer_pattern": None,
+    "log_quantization_error_interval": 0, "masked_softmax_fusion": False, "save": None,
+    "tensorboard_dir": None, "wandb_project": None, "swiglu": False, "squared_relu": False,
+    "quick_geglu": False, "context_parallel_size": 1, "position_embedding_type": "rope",
+}  # fmt: skip
+
+
+def hooks(recipe: list[str] | None, **more: object) -> list:
+    model_config = Namespace(pre_wrap_hooks=[], post_wrap_hooks=[])
+    use_recipe(model_config, Namespace(**{**USUAL, "precision_recipe": recipe, **more}))
+    return model_config.pre_wrap_hooks
+
+
+def test_a_recipe_is_one_hook_and_none_changes_nothing():
+    assert len(hooks(["nvfp4"])) == 1
+    assert hooks(None, cuda_graph_impl="transformer_engine") == []
+
+
+def test_local_experts_with_biases_are_trained_by_a_hook():
+    assert hooks(None, num_experts=2) == [train_biases_of_experts]
+    assert hooks(None, num_experts=2, add_bias_linear=False) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
+        ("fp8", "e4m3", "--fp8-format"),
+        ("fp4", "e2m1", "--fp4-format"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_quantizing_recipe_are_refused(name, value, flag):
+    with pytest.raises(UserError, match=f"^{flag} under a recipe: "):
+        hooks(["nvfp4"], **{name: value})
+    assert len(hooks(["bf16"], **{name: value})) == 1
+
+
+LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
+EXPERTS = {"num_experts": 2, "moe_grouped_gemm": True}
+WINDOW = {"window_size": (4, 0), "reset_attention_mask": True}
+INTERLEAVED = {
+    "cuda_graph_impl": "transformer_engine", "virtual_pipeline_model_parallel_size": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "needed"),
+    [
+        (LATENT, "--tensor-model-parallel-size must be 1"),
+        (EXPERTS, "grouped experts have no biases; give --disable-bias-linear"),
+        (WINDOW, "leave out --reset-attention-mask"),
+        ({"cuda_graph_impl": "local"}, "give --cuda-graph-impl transformer_engine"),
+        (INTERLEAVED, "leave out the stages"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
+def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
+    with pytest.raises(UserError, match=needed):
+        hooks(recipe, **model)
+    hooks(recipe, **{**model, "reset_attention_mask": False}, transformer_impl="transformer_engine")
+
+
+def test_saves_that_end_a_run_are_refused():
+    saves = {"async_save": True, "use_megatron_fsdp": True, "async_strategy": "mcore"}
+    with pytest.raises(UserError, match="leave out --async-save"):
+        hooks(None, **saves)
+    for change in ({"async_save": False}, {"use_megatron_fsdp": False}):
+        hooks(None, **{**saves, **change})
+
+
+FUSED = {
+    "fused_allreduce_norm": True, "tensor_model_parallel_size": 2, "normalization": "RMSNorm",
+    "add_bias_linear": False, "hidden_dropout": 0.0, "sequence_parallel": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("tensor_model_parallel_size", 1, "--tensor-model-parallel-size above 1"),
+        ("transformer_impl", "transformer_engine", "--transformer-impl local"),
+        ("sequence_parallel", True, "a model without --sequence-parallel"),
+        ("normalization", "LayerNorm", "--normalization RMSNorm"),
+        ("hidden_dropout", 0.1, "--hidden-dropout 0"),
+        ("num_experts", 2, "a model without --num-experts"),
+        ("hybrid_layer_pattern", "M*", "a GPT"),
+    ],
+)
+def test_the_fused_all_reduce_says_what_it_needs(name, value, needed):
+    assert len(hooks(["bf16"], **FUSED)) == 1
+    with pytest.raises(UserError, match=f"^--fused-allreduce-norm needs {needed}$"):
+        hooks(["bf16"], **{**FUSED, name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"geglu": True, "swiglu": True}, "--geglu: the model has another activation"),
+        ({"sandwich_norm": True, "transformer_impl": "transformer_engine"}, "transformer_engine"),
+        ({"sandwich_norm": True, "fused_allreduce_norm": True}, "--fused-allreduce-norm"),
+        ({"sandwich_norm": True, "mxnorm": True}, "--mxnorm"),
+        ({"window_rotary_base": 10000, "context_parallel_size": 2}, "--context-parallel-size"),
+        ({"window_rotary_base": 10000, "hybrid_layer_pattern": "M*"}, "--hybrid-layer-pattern"),
+        ({"window_rotary_base": 10000, "position_embedding_type": "none"}, "needs --position-emb"),
+    ],
+)
+def test_parts_of_gemma_that_do_not_go_together_are_refused(changes, named):
+    compatibility.refuse(compatibility.gemma_layers(Namespace(**USUAL)))
+    with pytest.raises(UserError, match=named):
+        compatibility.refuse(compatibility.gemma_layers(Namespace(**USUAL | changes)))
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+GRAPHS = {**USUAL, "cuda_graph_impl": "local", "eval_precision": "recipe", "eval_iters": 10}
+SWITCH = ["switches.heal={iteration: 4, to: bf16}"]
+# TetraJet-v2's format has no kernels; with fixed signs nothing of a GPU's memory is read.
+FRESH = [f"{gemm}.hadamard.signs=fresh" for gemm in ("dgrad", "wgrad")]
+
+
+def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
+    args = Namespace(**{**GRAPHS, **changes})
+    compatibility.refuse(compatibility.cuda_graphs(args, load_recipe(recipe, overrides)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "change", "reason"),
+    [
+        ("nvfp4", [], {"cuda_graph_impl": "full_iteration"}, "it replays as one; use local"),
+        ("nvfp4", [], {"eval_precision": "bf16"}, "use --eval-precision recipe"),
+        (
+            "nvfp4", [], {"eval_precision": "bf16", "eval_iters": 0, "full_validation": True},
+            "use --eval-precision recipe",
+        ),
+        ("nvfp4", [], {"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),
+        (
+            "nvfp4", [], {"recompute_granularity": "selective", "pipeline_model_parallel_size": 2},
+            "another microbatch's random keys",
+        ),
+        ("nvfp4", SWITCH, {"cuda_graph_impl": "transformer_engine"}, "where the recipe switches"),
+        ("nvfp4", SWITCH, {"num_experts": 4}, "where the recipe switches"),
+        ("tetrajet2", FRESH, {}, "fresh signs of a format without kernels"),
+    ],
+)  # fmt: skip
+def test_what_cuda_graphs_refuse(recipe, overrides, change, reason):
+    with pytest.raises(UserError, match=f"^--cuda-graph-impl .* under a recipe: .*{reason}"):
+        check_graphs(recipe, overrides, **change)
+
+
+def test_what_cuda_graphs_take():
+    for name in ("nvfp4", "tetrajet2", "quartet2", "mxfp4-backward"):
+        check_graphs(name, [])
+    check_graphs("nvfp4", SWITCH)
+    # Runs without evaluation need no precision for it.
+    check_graphs("nvfp4", [], eval_precision="bf16", eval_iters=0)

@@ -1,0 +1,178 @@
+"""Errors of a run: a full disk and insufficient memory in one line; agreement of ranks."""
+
+import errno
+import os
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lowbit.errors import TrainingError, UserError, error_behind
+from megatron_lowbit.megatron.run.errors import (
+    raise_on_all_ranks,
+    translate_assertions,
+    translate_machine_limits,
+    translate_missing_packages,
+    translate_model_errors,
+)
+
+ARGS = Namespace(save="runs/mine")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+WRITER = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+def failure(error: BaseException) -> CheckpointException:
+    return CheckpointException("write", {0: (error, None)})
+
+
+@pytest.mark.parametrize("error", [FULL, WRITER, failure(FULL), failure(WRITER)])
+def test_a_disk_that_fills_up(error):
+    with (
+        pytest.raises(TrainingError, match=r"^--save runs/mine: cannot be written to"),
+        translate_machine_limits(ARGS),
+    ):
+        raise error
+
+
+def test_memory_that_does_not_suffice():
+    refused = pytest.raises(UserError, match=r"does not fit into memory.* 4611686018427387904 b")
+    with refused, translate_machine_limits(ARGS):
+        torch.empty(2**62, dtype=torch.uint8)
+    with pytest.raises(UserError, match="--dry-run"), translate_machine_limits(ARGS):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), FileNotFoundError(2, "none"), UserError("b")])
+def test_other_errors_stay(error):
+    with pytest.raises(type(error)) as raised, translate_machine_limits(ARGS):
+        raise error
+    assert raised.value is error
+
+
+def test_a_missing_package_is_named():
+    """As Megatron-LM raises it for --optimizer muon and --log-device-memory-used."""
+    refused = pytest.raises(UserError, match=r"^a package is missing: .*'none_such'")
+    with refused, translate_missing_packages():
+        import none_such  # noqa: F401
+
+
+@pytest.mark.parametrize("error", [TypeError("unexpected keyword"), KeyError("a")])
+def test_a_model_that_cannot_be_built(error):
+    refused = pytest.raises(UserError, match=r"^Megatron-LM cannot build the model: .*Error: ")
+    with refused, translate_model_errors():
+        raise error
+
+
+def test_process_groups_that_do_not_fit_the_ranks():
+    from megatron.core import parallel_state
+
+    refused = pytest.raises(
+        UserError, match=r"parallel_state.py:\d+\): world_size .* not divisible"
+    )
+    with pytest.MonkeyPatch.context() as patch, refused, translate_assertions():
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_world_size", lambda: 1)
+        patch.setattr(dist, "get_rank", lambda: 0)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with pytest.raises(RuntimeError, match="another"), translate_assertions():
+        raise RuntimeError("another")
+
+
+# -- agreement of ranks ----------------------------------------------------------------------------
+
+FOLDER = Path("/somewhere")
+
+
+@pytest.fixture
+def other_rank(monkeypatch):
+    """Function that makes this process one of two ranks, given the other's report."""
+
+    def play(report: tuple[bool, str] | None) -> list:
+        told = []
+
+        def gather(reports: list, own: object) -> None:
+            told.append(own)
+            reports[:] = [own, report]
+
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        return told
+
+    return play
+
+
+def test_success_on_all_ranks(other_rank):
+    told = other_rank(None)
+    with raise_on_all_ranks("read", FOLDER):
+        pass
+    assert told == [None]
+
+
+@pytest.mark.parametrize(
+    ("error", "report"),
+    [
+        (UserError("x: damaged"), (True, "x: damaged")),
+        (OSError(28, "No space left on device"), (True, "cannot read /somewhere: No space left")),
+        (OSError(30, "Read-only file system", "/a/b"), (True, "/a/b: Read-only file system")),
+        (OSError("odd"), (True, "cannot read /somewhere: odd")),
+        (CheckpointException("many", {1: (UserError("x: damaged"), None)}), (True, "x: damaged")),
+    ],
+)
+def test_bad_input_here_is_the_same_line_everywhere(other_rank, error, report):
+    told = other_rank(None)
+    with pytest.raises(UserError) as caught, raise_on_all_ranks("read", FOLDER):
+        raise error
+    ((is_user_error, message),) = told
+    assert is_user_error is report[0] and message.startswith(report[1])
+    assert str(caught.value) == message and "\n" not in message
+
+
+def test_bad_input_elsewhere(other_rank):
+    other_rank((True, "y: damaged"))
+    with pytest.raises(UserError, match=r"^y: damaged$"), raise_on_all_ranks("read", FOLDER):
+        pass
+
+
+def test_bad_input_elsewhere_explains_an_error_here(other_rank):
+    other_rank((True, "y: damaged"))
+    with (
+        pytest.raises(UserError, match=r"^y: damaged$") as caught,
+        raise_on_all_ranks("read", FOLDER),
+    ):
+        raise KeyError("follows from it")
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_another_error_here_is_raised_as_it_is(other_rank):
+    told = other_rank(None)
+    with pytest.raises(KeyError), raise_on_all_ranks("read", FOLDER):
+        raise KeyError("a bug")
+    assert told == [(False, "KeyError('a bug')")]
+
+
+def test_another_error_elsewhere(other_rank):
+    other_rank((False, "KeyError('a bug')"))
+    failure = r"another rank failed: KeyError\('a bug'\)"
+    with pytest.raises(RuntimeError, match=failure), raise_on_all_ranks("read", FOLDER):
+        pass
+
+
+def test_the_cause_of_an_error_is_found():
+    mistake = UserError("x")
+    middle = RuntimeError("y")
+    middle.__cause__ = mistake
+    outer = CheckpointException("z", {0: (middle, None)})
+    assert error_behind(mistake, UserError) is mistake
+    assert error_behind(outer, UserError) is mistake
+    assert error_behind(outer, OSError) is None
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_real_group_of_one():
+    with raise_on_all_ranks("read", FOLDER):
+        pass
+    with pytest.raises(UserError, match=r"^x$"), raise_on_all_ranks("read", FOLDER):
+        raise UserError("x")
