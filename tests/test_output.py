@@ -92,7 +92,7 @@ def test_names_of_text_files(run, tokenizer, tmp_path, capsys):
     assert run("data.tokenizer", *common, "--vocab-size", 300, "--output", output) == 0
     assert any(ESCAPED in line and "tokens from" in line for line in lines_of(capsys))
     model = ("--tokenizer-model", tokenizer, "--output-prefix", output / HOSTILE)
-    assert run("data.corpus", *common, *model) == 0
+    assert run("data.preprocess", *common, *model) == 0
     shown = lines_of(capsys)
     for words in ("documents", "skipped as not UTF-8", "split after paragraphs"):
         assert any(ESCAPED in line and words in line for line in shown), words
@@ -106,7 +106,7 @@ def test_special_tokens_of_a_tokenizer(run, tokenizer, tmp_path, capsys):
     file.write_text(json.dumps(content))
     (tmp_path / "text.txt").write_text(f"one {HOSTILE} two")
     arguments = ("--input", tmp_path / "text.txt", "--tokenizer-model", tokenizer)
-    assert run("data.corpus", *arguments, "--output-prefix", tmp_path / "out") == 0
+    assert run("data.preprocess", *arguments, "--output-prefix", tmp_path / "out") == 0
     assert any(f"{ESCAPED} 1" in line for line in lines_of(capsys))
 
 
@@ -133,7 +133,7 @@ COMMANDS = [
     ("checkpoints.command", "verify", "saved/iter_0000003"),
     ("data.tokenizer", "--input", "text.txt", "--vocab-size", "300", "--output", "t2"),
     (
-        "data.corpus", "--input", "text.txt", "--tokenizer-model", "tokenizer",
+        "data.preprocess", "--input", "text.txt", "--tokenizer-model", "tokenizer",
         "--output-prefix", "data",
     ),
     ("conversion.command", "to-megatron", "missing", "out"),

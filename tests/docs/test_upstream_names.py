@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_lowbit"
 UPSTREAM = r"(?:megatron|transformer_engine)\b"
 OF_PYTHON_AND_TORCH = {
     "_getframe", "_shutdown_workers", "_abort_process_group", "_forward_hooks", "_replace",
-    "_action_groups", "_option_string_actions",
+    "_action_groups", "_option_string_actions", "_exit",
 }  # fmt: skip
 ROWS = re.findall(
     rf"^\| `({UPSTREAM}[\w.]*)` \| (.+?) \| (.+?) \|",

@@ -72,7 +72,8 @@ def began(folder: Path) -> list[int]:
 
 def test_runs_stop_in_time_and_go_on_elsewhere(study, write_script, tmp_path, capsys):
     """A run that is stopped is not finished; its folder may be carried to another machine."""
-    file = study(sleep=0.5, base="--scale 2", other="--scale 2")
+    # In four seconds at most six iterations: the script resumes after the seventh.
+    file = study(sleep=0.7, base="--scale 2", other="--scale 2")
     output, carried = tmp_path / "here", tmp_path / "there" / "runs"
     main(["run", str(file), "--output", str(output), "--minutes", str(4 / 60)])
     assert "4 runs are left; the same command continues with them" in capsys.readouterr().err
