@@ -178,7 +178,7 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
     [
         ("agree", 2),
         pytest.param("agree", 3, marks=pytest.mark.slow),
-        ("die", 2),
+        pytest.param("die", 2, marks=pytest.mark.slow),
         ("differ", 2),
         pytest.param("differ_in_path", 2, marks=pytest.mark.slow),
         pytest.param("give_up", 2, marks=pytest.mark.slow),

@@ -335,7 +335,7 @@ def processes_of_group(leader: int) -> list[int]:
 @pytest.mark.parametrize(
     ("number", "workers"),
     [
-        (signal.SIGKILL, 2),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],

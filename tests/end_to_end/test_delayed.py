@@ -145,8 +145,10 @@ def test_what_the_kept_steps_suffice_for_may_change(whole, train, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--eval-interval", 1, "--eval-iters", 2), FULL_RECOMPUTATION],
-    ids=["evaluation", "full recomputation"],
+    [
+        pytest.param(("--eval-interval", 1, "--eval-iters", 2), id="evaluation"),
+        pytest.param(FULL_RECOMPUTATION, id="full recomputation", marks=pytest.mark.slow),
+    ],
 )
 def test_leaves_losses_and_histories_as_they_are(whole, train, arguments):
     """Neither evaluation nor recomputation adds amaxes."""

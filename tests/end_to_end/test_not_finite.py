@@ -20,6 +20,7 @@ FAULTY = 4
 RUN = ("--fp4-recipe", "nvfp4", "--train-iters", 5, "--save-interval", 1)
 
 
+@pytest.mark.slow
 def test_megatron_lm_ends_the_run(pretrain_forked, tmp_path):
     """The error has its place. Earlier checkpoints stay, and no invalid one is saved.
 

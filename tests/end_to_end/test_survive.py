@@ -252,6 +252,7 @@ def test_a_folder_that_another_run_saves_into(tmp_path, pretrain_here, pretrain_
     assert before.keys() == {LOCK, "metrics.jsonl"}
 
 
+@pytest.mark.slow
 def test_told_to_stop(start, tmp_path, pretrain_here, uninterrupted):
     """Megatron-LM's signal handler saves a checkpoint and exits with code 0."""
     save = tmp_path / "save"

@@ -42,7 +42,7 @@ CASES = {
 
 # Units that tests/recipes converts, and combinations of other cases.
 SLOW = (
-    "forward", "from delayed scaling", "to delayed scaling, backward", "tokens",
+    "forward", "backward", "from delayed scaling", "to delayed scaling, backward", "tokens",
     "tokens between steps", "fraction",
 )  # fmt: skip
 IN_ORDER = [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
