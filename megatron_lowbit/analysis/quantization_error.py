@@ -100,9 +100,9 @@ def operand_sums(x: Tensor, quantized: QuantizedTensor, request: Request) -> Sum
         NONFINITE: (~x.isfinite()).sum().double(),
     }
     block = quantized.format.block
-    if 1 < block < x.shape[1]:
+    if 1 < block < exact.shape[1]:
         # For the spread of the blocks' amaxes; there is none for one block per row.
-        amaxes = F.pad(exact, (0, -x.shape[1] % block)).unflatten(1, (-1, block)).abs().amax(-1)
+        amaxes = F.pad(exact, (0, -exact.shape[1] % block)).unflatten(1, (-1, block)).abs().amax(-1)
         logs = amaxes[amaxes > 0].double().log2()
         sums |= {
             "blocks": _number(logs.numel(), x),

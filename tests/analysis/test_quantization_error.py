@@ -9,7 +9,7 @@ from megatron_lowbit.analysis.quantization_error import add, figures, gemm_sums
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import hadamard_transform
-from megatron_lowbit.numerics.gemms import GEMM_ROLES
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.recipes import Layer, load_recipe
 
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
@@ -87,6 +87,21 @@ def test_errors_are_the_layers(name):
         exact = lhs.double() @ rhs.double().t()
         error = (made - exact).norm() / exact.norm()
         assert found[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4-backward"])
+def test_a_transform_fills_up_an_expert_s_tokens(operands, name):
+    """An expert's tokens, here 61, are not a multiple of a block or of a transform."""
+    lhs, rhs = (x[:, :61] for x in operands)
+    call = call_of(name)
+    found = numbers(gemm_sums(call, Gemm.WGRAD, lhs, rhs))
+    for role, x in (("grad", lhs), ("input", rhs)):
+        request = call.request(Gemm.WGRAD, role, len(x))
+        exact = hadamard_transform(x, request.hadamard, request.sign_key)
+        block = request.quantizer.format.block
+        whole = torch.nn.functional.pad(exact, (0, -exact.shape[1] % block))
+        amaxes = whole.reshape(len(x), -1, block).abs().amax(-1)
+        assert found[f"wgrad/{role}/blocks"] == (amaxes > 0).sum()
 
 
 def test_saturated_values_are_those_beyond_the_largest(operands):
