@@ -77,7 +77,7 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
     from megatron_lowbit.megatron import pretrain
     from megatron_lowbit.megatron.features.logs import Measurement
     from megatron_lowbit.megatron.run.errors import gather_from_ranks, translate_assertions
-    from megatron_lowbit.megatron.run.steps import steps_of
+    from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
 
     words = CommandLine(front_parser(), expand_files(training))
     for flag in UNUSED:
@@ -89,7 +89,7 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
     errors: dict[str, list[tuple[float, float]]] = {}
     weights: dict[str, int] = {}
 
-    def add(iteration: int, figures: dict[str, dict[str, float]]) -> None:
+    def add(figures: dict[str, dict[str, float]]) -> None:
         for path, layer in figures.items():
             measured = layer.get(OUTPUT, 0.0), layer.get(WEIGHT_GRADIENT, 0.0)
             errors.setdefault(path, []).append(measured)
@@ -103,9 +103,12 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
         }
         for of_rank in gather_from_ranks(mine):
             weights.update(of_rank)
-        steps_of(args, chunks).listeners.append(
-            lambda iteration, training: Measurement(chunks, iteration, add)
-        )
+
+        def begin_step(iteration: int, training: bool) -> None:
+            measurement = Measurement(chunks, iteration)
+            run_after_backward(chunks, lambda: add(measurement.end()))
+
+        steps_of(args, chunks).listeners.append(begin_step)
         return chunks
 
     with pretrain.teardown(), translate_assertions():
