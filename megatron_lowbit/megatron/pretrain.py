@@ -258,8 +258,11 @@ def free_cuda_graphs() -> None:
 
 
 def _living(kind: type) -> list[Any]:
-    """Return the living objects of exactly this class, which are parts of reference cycles."""
-    return [each for each in gc.get_objects() if type(each) is kind]
+    """Return the living objects of a class, which are parts of reference cycles.
+
+    isinstance() would ask all objects for their class, which proxies of freed ones do not have.
+    """
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 @contextmanager
@@ -299,10 +302,8 @@ def teardown() -> Iterator[None]:
                 torch.distributed.destroy_process_group()
         # Token dispatchers keep tensors of the last step, whose graph holds the hooks on the
         # model's parameters, and with them the model, in a cycle through autograd's nodes.
-        # isinstance() would ask objects for their class, which proxies of freed ones do not have.
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), MoETokenDispatcher):
-                vars(candidate).clear()
+        for dispatcher in _living(MoETokenDispatcher):
+            vars(dispatcher).clear()
         # Models hold process groups, and are part of reference cycles. The threads of a gloo group
         # wake up a hundred times a second until it is collected.
         gc.collect()
