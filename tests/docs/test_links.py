@@ -5,11 +5,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from pages import NAMES, PAGES, ROOT, prose_of
+from pages import NAMES, PAGES, ROOT, code_of, prose_of
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)")
 NAMED = re.compile(r'<a id="([^"]+)">')
+SOURCE = re.compile(r"(\w+)/[\w/-]+\.py")
 HEADING = re.compile(r"^#+ +(.+?) *#*$", re.MULTILINE)
 
 
@@ -37,3 +38,15 @@ def test_links(page: Path):
         assert file.exists(), f"{page.name} links to {target}"
         assert file.is_relative_to(ROOT.resolve()), f"{page.name} links out of the repository"
         assert not anchor or anchor in anchors(file), f"{target}: there are {anchors(file)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_source_files(page: Path):
+    """A file of the project that a page names in its text exists; the changelog names old ones."""
+    if page.name == "CHANGELOG.md":
+        return
+    roots = [page.parent, ROOT, ROOT / "megatron_lowbit"]
+    for code in code_of(page):
+        named = SOURCE.fullmatch(code.text)
+        if named and any((root / named[1]).is_dir() for root in roots[1:]):
+            assert any((root / code.text).is_file() for root in roots), code.text
