@@ -13,14 +13,14 @@ def lazy_attributes(
 
     Args:
         package: the package's ``__name__``.
-        modules: names of attributes by the submodule that has them.
+        modules: names of attributes by the submodule that has them, one dot before a sibling.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package} has no attribute {name}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        return getattr(import_module(f".{homes[name]}", package), name)
 
     def __dir__() -> list[str]:
         return sorted({*vars(imported[package]), *homes})

@@ -22,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.layers import LinearContext
+from megatron_lowbit.layers.fallback import without_source
 from megatron_lowbit.layers.operands import requantized
 from megatron_lowbit.numerics import QuantizedTensor, Request, hadamard_transform
 from megatron_lowbit.numerics.formats import decode, unpack_nibbles
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
+from megatron_lowbit.numerics.plan import Source
 
 Sums = dict[str, Tensor]
 """Scalars of FP64 on the device, by name; ``*/amax`` are maxima, all others sums."""
@@ -61,21 +63,21 @@ def _measured(context: LinearContext, gemm: Gemm, role: Role, x: Tensor) -> tupl
 
     Values of another GEMM's operand are measured along that one's axis.
     """
-    origin = context.precision.origin(gemm, role)
-    if origin != gemm:
-        quantized, _ = context.quantize(x.t(), role, origin, None, needs_codes={origin})
+    source = context.plan()[gemm, role].source
+    if source is Source.VALUES:
+        origin = Gemm.DGRAD if role == Role.GRAD else Gemm.FPROP
+        quantized, _ = context.quantize(x.t(), role, origin, None, needs_codes=True)
+        quantized = without_source(quantized)
         request = context.request(origin, role, x.shape[1])
-        serves_both = gemm == Gemm.DGRAD and context.precision.weight_serves_dgrad
         # The context transposes fprop's operands itself.
-        transposes = origin == Gemm.FPROP and not serves_both
-        operand = quantized if transposes else quantized.dequantize().t()
+        operand = quantized if origin == Gemm.FPROP else quantized.dequantize().t()
         return operand, operand_sums(x.t(), quantized, request)
-    if context.precision.requantizes(gemm, role):
-        forward, _ = context.quantize(x.t(), role, Gemm.FPROP, None, needs_codes={Gemm.FPROP})
+    if source is Source.REQUANTIZED:
+        forward, _ = context.quantize(x.t(), role, Gemm.FPROP, None, needs_codes=True)
         quantized = requantized(context, role, forward)
     else:
-        quantized, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})
-    request = context.request(gemm, role, len(x))
+        quantized, _ = context.quantize(x, role, gemm, None, needs_codes=True)
+    quantized, request = without_source(quantized), context.request(gemm, role, len(x))
     return quantized, {} if request is None else operand_sums(x, quantized, request)
 
 

@@ -3,7 +3,7 @@
 Shared by this project's linear layers and by Transformer Engine's, which bring a loop of their own.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine, accumulate_into
+from megatron_lowbit.layers.fallback import WithSource, recompute_unless_finite, without_source
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 from megatron_lowbit.numerics import (
     Amaxes,
@@ -20,11 +21,11 @@ from megatron_lowbit.numerics import (
     Request,
     Rounding,
     ScaleAmaxes,
-    gemm,
 )
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, OPERANDS, Gemm, Role
+from megatron_lowbit.numerics.plan import LinearPlan, Source
+from megatron_lowbit.numerics.precision import LinearPrecision
 from megatron_lowbit.numerics.randomness import Key, sign_key
-from megatron_lowbit.recipes.precision import LinearPrecision
 
 
 @dataclass
@@ -88,47 +89,59 @@ class LinearContext:
     saves_input: bool = False
     scaled_with: Sequence[Tensor] = ()
 
+    def plan(self, tokens: int = 0) -> LinearPlan:
+        """Return the plan of a call with so many input tokens on this rank."""
+        split_tokens = tokens if self.shards.sequence_parallel else 0
+        return self.precision.plan(self.training, split_tokens, self.saves_input)
+
     def quantize(
         self,
         x: Tensor,
         role: Role,
         row: Gemm | None,
         col: Gemm | None,
-        needs_codes: Collection[str] = (),
-        saved: Collection[str] = (),
+        needs_codes: bool = False,
     ) -> tuple[Any, Any]:
         """Quantize x (R, C) for the GEMM that contracts its columns, and for that of its rows.
 
         Args:
             x: the operand of that ``role``, in high precision.
-            row: name of the GEMM that contracts columns, or None.
-            col: name of the GEMM that contracts rows, or None; ``row`` itself for square blocks
-                that serve both.
-            needs_codes: GEMMs whose operand is sent or dequantized.
-            saved: GEMMs whose operand is kept in memory.
+            row: GEMM that contracts columns, or None.
+            col: GEMM that contracts rows, or None. A weight in square blocks is quantized once for
+                both where the plan says so.
+            needs_codes: True for codes even where the plan takes any form.
 
         Returns:
             Operands for the engine's GEMM. A side that is None or stays in high precision is x, or
             its transpose.
         """
-        by_row, by_col, rows = None, None, x.shape[0]
+        rows, by_row, by_col = x.shape[0], None, None
         if row is not None:
-            by_row = self.request(row, role, rows, row in needs_codes, row in saved)
-        if col == row:
+            by_row = self.request(row, role, rows, needs_codes)
+        if row and col and self.plan()[col, role].source is Source.TRANSPOSE:
             by_col = by_row
         elif col is not None:
-            by_col = self.request(col, role, rows, col in needs_codes, col in saved)
+            by_col = self.request(col, role, rows, needs_codes)
         if by_row is None and by_col is None:
             return x, x.t()
         amaxes = self._scale_amaxes(x, role, row, col, (by_row, by_col))
         left, right = self.engine.quantize(x, by_row, by_col, amaxes)
-        return x if by_row is None else left, x.t() if by_col is None else right
+        return (
+            x if by_row is None else self.with_source(row, left, x),
+            x.t() if by_col is None else self.with_source(col, right, x.t()),
+        )
+
+    def with_source(self, gemm: Gemm | None, operand: Any, source: Tensor) -> Any:
+        """Return an operand with the tensor in high precision where its GEMM may fall back."""
+        falls_back = gemm is not None and self.precision.gemms[gemm].fallback
+        return WithSource(operand, source) if falls_back else operand
 
     def request(
-        self, gemm: Gemm, role: Role, rows: int, needs_codes: bool = False, saved: bool = False
+        self, gemm: Gemm, role: Role, rows: int, needs_codes: bool = False
     ) -> Request | None:
         """Return how an operand of so many rows is quantized; None for high precision."""
-        request = self.precision.request(gemm, role, needs_codes, saved)
+        plan = self.plan(rows)[gemm, role]
+        request = self.precision.request(gemm, role, needs_codes or plan.codes, plan.stays)
         if request is None or not request.takes_keys:
             return request
         transform, draw = request.hadamard, None
@@ -170,7 +183,7 @@ class LinearContext:
             return self.scale_amax(gemm, role, amax)
 
         by_row = scale_amax(row, own[0])
-        return by_row, by_row if col == row else scale_amax(col, own[1])
+        return by_row, by_row if requests[0] is requests[1] else scale_amax(col, own[1])
 
     def shares_amax(self, gemm: Gemm, role: Role) -> bool:
         """Return True if a tensor scale depends on more than the local tensor."""
@@ -207,30 +220,27 @@ class LinearContext:
         rhs: Any,
         dtype: torch.dtype,
         bias: Tensor | None = None,
-        high_precision: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
         beta: bool | Tensor = True,
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
         ``beta`` is as for :meth:`Engine.product_to`. ``rhs`` is fprop's own operand where dgrad or
-        wgrad takes its values, and may be a ``LazyTranspose``. ``high_precision`` are the
-        operands from which a product that is not finite is computed again where the recipe says so.
-        Each rank does so with its own product: of one that is to be summed over ranks, with its own
-        term.
+        wgrad takes its values, and may be a ``LazyTranspose``. Each rank falls back for its own
+        product: of one that is to be summed over ranks, for its own term.
         """
-        precision = self.precision.gemms[name]
-        if isinstance(rhs, LazyTranspose):
-            rhs = self.engine.transposed(rhs.of)
-        serves_both = name == Gemm.DGRAD and self.precision.weight_serves_dgrad
-        if precision.rhs_of_fprop and not serves_both:
-            rhs = self.engine.transpose(rhs, lhs)
+        precision, engine = self.precision.gemms[name], self.engine
+        left, right = without_source(lhs), without_source(rhs)
+        if isinstance(right, LazyTranspose):
+            right = engine.transposed(right.of)
+        if self.plan()[name, GEMM_ROLES[name][1]].source is Source.VALUES:
+            right = engine.transpose(right, left)
         if out is not None and precision.accumulation is None and precision.fallback is None:
-            return self.engine.product_to(out, lhs, rhs, beta, precision.folding)
-        y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype, precision.folding)
-        if precision.fallback is not None and high_precision is not None:
+            return engine.product_to(out, left, right, beta, precision.folding)
+        y = engine.gemm(left, right, bias, precision.accumulation, dtype, precision.folding)
+        if precision.fallback is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
-            y = recompute_unless_finite(y, *high_precision, bias, count)
+            y = recompute_unless_finite(y, lhs, rhs, bias, count)
         return y if out is None else accumulate_into(out, y, beta)
 
 
@@ -246,35 +256,3 @@ def draw_key(precision: LinearPrecision) -> int:
     Drawing a key that nothing uses would shift the random numbers of dropout.
     """
     return int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
-
-
-def recompute_unless_finite(
-    y: Tensor, lhs: Tensor, rhs: Tensor, bias: Tensor | None, count: Tensor | None
-) -> Tensor:
-    """Return y where all of it is finite, else ``lhs @ rhs.T + bias`` in y's dtype.
-
-    On a GPU nothing waits for the answer: a kernel reads it from device memory, and ends at once
-    where y is finite.
-
-    Args:
-        y: (M, N), a product of quantized operands.
-        lhs: (M, K), high precision.
-        rhs: (N, K), high precision.
-        bias: (N,), or None.
-        count: int64 scalar to which 1 is added for a product that is not finite, or None.
-    """
-    if y.numel() == 0:
-        return y
-    if y.is_cuda:
-        from megatron_lowbit.kernels.fallback import largest_bits, recompute
-
-        amax = largest_bits(y)
-        recompute(y, amax, lhs, rhs, bias)
-        failed = ~amax.view(torch.float32).isfinite()
-    else:
-        failed = ~y.isfinite().all()
-        if failed:
-            y = gemm(lhs, rhs, bias, None, y.dtype)
-    if count is not None:
-        count += failed
-    return y

@@ -1,6 +1,6 @@
 """Context of one call of linear layers of one precision, such as a layer's experts."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.numerics import Requests, Rounding
 from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.plan import Source
 from megatron_lowbit.numerics.randomness import Key, operand_key, sign_key
 
 
@@ -30,28 +31,25 @@ class GroupContext:
         role: Role,
         row: Gemm | None,
         col: Gemm | None,
-        needs_codes: Collection[str] = (),
-        saved: Collection[str] = (),
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Quantize each layer's x (R, C), as :meth:`LinearContext.quantize` does."""
 
         def requests(gemm: Gemm | None) -> Requests | None:
-            return None if gemm is None else self._requests(gemm, role, needs_codes, saved)
+            return None if gemm is None else self._requests(gemm, role)
 
-        rows = requests(row)
-        cols = rows if col == row else requests(col)
+        rows, plan = requests(row), self.context.plan()
+        shared = rows and col and plan[col, role].source is Source.TRANSPOSE
+        cols = rows if shared else requests(col)
         if rows is None and cols is None:
             return xs, [x.t() for x in xs]
         left, right = self.context.engine.quantize_all(xs, rows, cols)
         return xs if left is None else left, [x.t() for x in xs] if right is None else right
 
-    def _requests(
-        self, gemm: Gemm, role: Role, needs_codes: Collection[str], saved: Collection[str]
-    ) -> Requests | None:
+    def _requests(self, gemm: Gemm, role: Role) -> Requests | None:
         """Return how an operand is quantized; None for high precision."""
         context, precision = self.context, self.context.precision
         # Rows count from zero: experts' tokens are not split by sequence parallelism.
-        template = context.request(gemm, role, 0, gemm in needs_codes, gemm in saved)
+        template = context.request(gemm, role, 0)
         if template is None:
             return None
         draw_keys: Sequence[Key] = ()

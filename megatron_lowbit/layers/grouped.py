@@ -21,6 +21,7 @@ from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.group_context import GroupContext
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
 from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.plan import Saved
 
 
 def lowbit_grouped_linear(
@@ -65,9 +66,7 @@ class _GroupedLinear(torch.autograd.Function):
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
         col = Gemm.WGRAD if keeps else None
-        inputs, kept = group.quantize(
-            RowSlices(x, tokens), Role.INPUT, Gemm.FPROP, col, saved={Gemm.WGRAD}
-        )
+        inputs, kept = group.quantize(RowSlices(x, tokens), Role.INPUT, Gemm.FPROP, col)
         by_row, by_col = _quantize_weights(group, SeparateMatrices(weights))
         y = x.new_empty(len(x), len(weights[0]))
         group.multiply(Gemm.FPROP, inputs, by_row, RowSlices(y, tokens))
@@ -114,10 +113,10 @@ def _quantize_weights(
     cache = context.weight_cache if context.precision.caches_weight else None
     if cache is not None and cache.operands is not None:
         return cache.operands
-    wanted = operands.weight_sides(context)
-    sides = wanted.dgrad, wanted.needs_codes, wanted.saved
-    by_row, by_col = group.quantize(weights, Role.WEIGHT, Gemm.FPROP, *sides)
-    both = by_row, None if wanted.dgrad is None else by_col
+    saves = context.plan()[Gemm.DGRAD, Role.WEIGHT].saved is Saved.OPERAND
+    col = Gemm.DGRAD if saves else None
+    by_row, by_col = group.quantize(weights, Role.WEIGHT, Gemm.FPROP, col)
+    both = by_row, by_col if saves else None
     if cache is not None and context.training:
         cache.operands = both
     return both

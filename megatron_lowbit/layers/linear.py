@@ -11,9 +11,7 @@ is quantized once for all microbatches of a step.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,18 +39,15 @@ class _LowbitLinear(torch.autograd.Function):
         context: LinearContext,
         operand: Operand | None,
     ) -> Tensor:
-        keep = context.training and weight.requires_grad
-        fprop_input, kept_input = operands.quantize_input(context, x, operand, keep)
-        fprop_weight, dgrad_weight = operands.quantize_weight(context, lambda: weight)
-        plain = None
-        if context.precision.fprop.fallback:
-            plain = operands.gather_input(context, x), weight
-        y = context.gemm(Gemm.FPROP, fprop_input(), fprop_weight, x.dtype, bias, plain)
+        needs_wgrad = context.training and weight.requires_grad
         needs_dgrad = context.training and x.requires_grad
-        if not needs_dgrad:
-            dgrad_weight = None
+        fprop_input, saved_input = operands.quantize_input(context, x, operand, needs_wgrad)
+        fprop_weight, dgrad_weight = operands.quantize_weight(context, lambda: weight)
+        # Y = X . W^T
+        y = context.gemm(Gemm.FPROP, fprop_input(), fprop_weight, x.dtype, bias)
         tensors: list[Tensor] = []
-        ctx.saved = [flatten(part, tensors) for part in (kept_input, dgrad_weight)]
+        saved = saved_input, dgrad_weight if needs_dgrad else None
+        ctx.saved = [flatten(part, tensors) for part in saved]
         ctx.save_for_backward(*tensors)
         ctx.versions = operands.versions_of([weight] if needs_dgrad else [])
         ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
@@ -63,49 +58,33 @@ class _LowbitLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
+        needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         operands.check_versions([weight], ctx.versions)
         tensors = iter(ctx.saved_tensors)
-        kept_input, dgrad_weight = (unflatten(part, tensors) for part in ctx.saved)
-        if ctx.needs_input_grad[1]:
-            gathered = operands.start_saved(context, kept_input)
-        by_row, by_col = operands.quantize_grad(context, grad, *ctx.needs_input_grad[:2])
+        saved_input, dgrad_weight = (unflatten(part, tensors) for part in ctx.saved)
+        if needs_wgrad:
+            wgrad_input = operands.start_wgrad_input(context, saved_input)
+        dgrad_grad, wgrad_grad = operands.quantize_grad(context, grad, needs_dgrad, needs_wgrad)
         dgrad = handle = wgrad = None
-        if ctx.needs_input_grad[0]:
-            if dgrad_weight is None:
-                dgrad_weight = operands.quantize_dgrad_weight(context, weight)
-            # A weight of which only codes are stored has no elements to look at.
-            plain = (grad, weight.t()) if context.precision.dgrad.fallback else None
-            dgrad = context.gemm(Gemm.DGRAD, by_row, dgrad_weight, grad.dtype, high_precision=plain)
-            by_row = dgrad_weight = None
+        if needs_dgrad:
+            dgrad_weight = operands.quantize_dgrad_weight(context, weight, dgrad_weight)
+            # dX = dY . W
+            dgrad = context.gemm(Gemm.DGRAD, dgrad_grad, dgrad_weight, grad.dtype)
+            dgrad_grad = dgrad_weight = None
             dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
-        if ctx.needs_input_grad[1]:
+        if needs_wgrad:
+            # dW = dY^T . X
             wgrad = operands.accumulate_wgrad_into(
-                context, weight, partial(_wgrad, context, by_col, gathered, grad)
+                context,
+                weight,
+                lambda dtype, out, beta: context.gemm(
+                    Gemm.WGRAD, wgrad_grad, wgrad_input(), dtype, out=out, beta=beta
+                ),
             )
-        bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        bias_grad = grad.sum(dim=0) if ctx.has_bias and needs_bias else None
         if handle is not None:
             handle.wait()
         return dgrad, wgrad, bias_grad, None, None
-
-
-def _wgrad(
-    context: LinearContext,
-    lhs: Any,
-    gathered: Callable[[], Any],
-    grad: Tensor,
-    dtype: torch.dtype,
-    out: Tensor | None,
-    beta: bool | Tensor,
-) -> Tensor:
-    """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision.
-
-    ``out`` and ``beta`` are as for :meth:`LinearContext.gemm`. ``gathered`` returns what forward
-    saved, of all tokens: the input itself for a fallback.
-    """
-    saved = gathered()
-    rhs = operands.wgrad_input(context, saved)
-    plain = (grad.t(), saved.t()) if context.precision.wgrad.fallback else None
-    return context.gemm(Gemm.WGRAD, lhs, rhs, dtype, high_precision=plain, out=out, beta=beta)
 
 
 @eager

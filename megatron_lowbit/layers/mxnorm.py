@@ -22,7 +22,7 @@ from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.linear import context_of
-from megatron_lowbit.layers.sharding import Shards, gather_rows
+from megatron_lowbit.layers.sharding import Shards, start_gather
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import LinearPrecision, Recipe
@@ -109,18 +109,18 @@ def _gained(weight: Tensor, gain: Tensor) -> Tensor:
 
 def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Tensor]:
     """Return fprop's input of all tokens, and 1 / RMS (R, 1) of this rank's."""
-    precision, split = context.precision, context.shards.sequence_parallel
-    if split and not precision.gathers_codes(Gemm.FPROP, len(x)):
-        rho = norm.inverse_rms(x, norm_block(precision))
+    split = context.shards.sequence_parallel
+    if split and not context.plan(len(x))[Gemm.FPROP, Role.INPUT].gathers_codes:
+        rho = norm.inverse_rms(x, norm_block(context.precision))
         return operands.quantize_gathered(context, Gemm.FPROP, x.float() * rho), rho
-    request = context.request(Gemm.FPROP, Role.INPUT, len(x), needs_codes=split)
+    request = context.request(Gemm.FPROP, Role.INPUT, len(x))
     assert request is not None, "norm_block raises for an input in high precision"
     amax = None
     if context.shares_amax(Gemm.FPROP, Role.INPUT):
         own = context.engine.normalized_amax(x, norm, request)
         amax = context.scale_amax(Gemm.FPROP, Role.INPUT, own)
     by_row, rho = context.engine.normalize(x, norm, request, amax)
-    return gather_rows(by_row, context.shards.group) if split else by_row, rho
+    return start_gather(by_row, context.shards.group)() if split else by_row, rho
 
 
 def _product(context: LinearContext, lhs: Any, normalized: Tensor) -> Tensor:

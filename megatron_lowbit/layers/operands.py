@@ -1,6 +1,6 @@
 """Operands of a linear layer's GEMMs: input, weight and gradient, quantized for each GEMM."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,18 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.sharding import Shards, gather_rows, start_columns, start_rows
-from megatron_lowbit.numerics import Operand, QuantizedTensor
+from megatron_lowbit.layers.fallback import WithSource, without_source
+from megatron_lowbit.layers.sharding import Shards, start_gather
+from megatron_lowbit.numerics import Operand
 from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.plan import Moment, Saved, Source
 
 
 def quantize_input(
     context: LinearContext, x: Tensor, operand: Operand | None, keep: bool
 ) -> tuple[Callable[[], Any], Any]:
     """Quantize an input for fprop, and for wgrad if ``keep``.
-
-    Tokens that sequence parallelism splits are gathered as codes where blocks stay whole, else in
-    their own precision.
 
     Args:
         context: of the call.
@@ -30,94 +29,85 @@ def quantize_input(
 
     Returns:
         A function that returns fprop's input of all tokens, which are gathered until it is called;
-        and what wgrad keeps of this rank's: its transpose (K, R) quantized; fprop's codes (R, K)
-        where wgrad is made from them; x itself where the context says so, and where wgrad is in
-        high precision, has a fallback, or quantizes the tokens of all ranks; else None.
+        and what the plan saves of this rank's for wgrad: its transpose (K, R) quantized, fprop's
+        codes (R, K), or x itself; None if none follows.
     """
-    precision, tokens = context.precision, x.shape[0]
-    split = context.shards.sequence_parallel
+    plan, split = context.plan(len(x)), context.shards.sequence_parallel
+    fprop, wgrad = plan[Gemm.FPROP, Role.INPUT], plan[Gemm.WGRAD, Role.INPUT]
+    row = Gemm.FPROP if fprop.gathers_codes or not split else None
+    col = Gemm.WGRAD if keep and wgrad.saved is Saved.OPERAND else None
     given_row, given_col = (operand.row, operand.col) if operand else (None, None)
-    makes_codes = keep and not context.saves_input
-    reuses_row = makes_codes and precision.wgrad.uses_fprop
-    keeps_codes = (
-        makes_codes
-        and not reuses_row
-        and not precision.wgrad.fallback
-        and precision.quantizer(Gemm.WGRAD, Role.INPUT) is not None
-        and (given_col is not None or not split or precision.gathers_codes(Gemm.WGRAD, tokens))
+    by_row, by_col = context.quantize(
+        x, Role.INPUT, row if given_row is None else None, col if given_col is None else None
     )
-    makes_row = given_row is None and (not split or precision.gathers_codes(Gemm.FPROP, tokens))
-    makes_col = keeps_codes and given_col is None
-    needs_codes = {Gemm.WGRAD, Gemm.FPROP} if split or reuses_row else ()
-    row, col = Gemm.FPROP if makes_row else None, Gemm.WGRAD if makes_col else None
-    by_row, by_col = context.quantize(x, Role.INPUT, row, col, needs_codes, saved={Gemm.WGRAD})
-    by_row = by_row if given_row is None else given_row
-    if reuses_row:
-        saved = by_row
-    elif keeps_codes:
-        saved = by_col if given_col is None else given_col
-    else:
-        saved = x if keep else None
+    by_row = by_row if given_row is None else context.with_source(Gemm.FPROP, given_row, x)
+    by_col = by_col if given_col is None else given_col
+    saved = None
+    if keep:
+        saved = {
+            Saved.OPERAND: by_col, Saved.FPROP: without_source(by_row), Saved.TENSOR: x,
+        }[wgrad.saved]  # fmt: skip
     if not split:
         return lambda: by_row, saved
-    if given_row is None and not makes_row:
-        whole = start_rows(x, context.shards.group)
-        return lambda: quantize_all_tokens(context, Gemm.FPROP, whole()), saved
-    return start_rows(by_row, context.shards.group), saved
+    if row is None:
+        gathered = start_gather(x, context.shards.group)
+        return lambda: quantize_all_tokens(context, Gemm.FPROP, gathered()), saved
+    return start_gather(by_row, context.shards.group), saved
 
 
-def start_saved(context: LinearContext, saved: Any) -> Callable[[], Any]:
-    """Start gathering what :func:`quantize_input` saved; return a function that waits for it."""
-    if not context.shards.sequence_parallel:
-        return lambda: saved
-    by_rows = isinstance(saved, Tensor) or context.precision.wgrad.uses_fprop
-    return (start_rows if by_rows else start_columns)(saved, context.shards.group)
+def start_wgrad_input(context: LinearContext, saved: Any) -> Callable[[], Any]:
+    """Start gathering what :func:`quantize_input` saved; return a function that waits for it.
 
-
-def wgrad_input(context: LinearContext, saved: Any) -> Any:
-    """Return wgrad's right operand from what :func:`quantize_input` saved, of all tokens.
-
-    It is transposed, (K, M); fprop's own (M, K) where wgrad takes its values.
+    That returns wgrad's right operand of all tokens: the transpose (K, M), or fprop's own (M, K)
+    where wgrad takes its values.
     """
-    precision = context.precision.wgrad
-    if isinstance(saved, Tensor):
-        gemm = Gemm.FPROP if precision.uses_fprop else Gemm.WGRAD
-        saved = quantize_all_tokens(context, gemm, saved)
-    return requantized(context, Role.INPUT, saved) if precision.requantizes_rhs else saved
+    source, gathered = context.plan()[Gemm.WGRAD, Role.INPUT].source, lambda: saved
+    gemm = Gemm.WGRAD if source is Source.TENSOR else Gemm.FPROP
+    if context.shards.sequence_parallel:
+        by_rows = isinstance(saved, Tensor) or gemm == Gemm.FPROP
+        gathered = start_gather(saved, context.shards.group, 0 if by_rows else 1)
+
+    def wgrad_input() -> Any:
+        operand = gathered()
+        if isinstance(operand, Tensor):
+            operand = quantize_all_tokens(context, gemm, operand, gemm == Gemm.FPROP)
+        if source is Source.REQUANTIZED:
+            return requantized(context, Role.INPUT, operand)
+        return operand
+
+    return wgrad_input
 
 
-def requantized(context: LinearContext, role: Role, operand: QuantizedTensor) -> Any:
+def requantized(context: LinearContext, role: Role, operand: Any) -> Any:
     """Quantize the transpose of fprop's quantized weight or input, in BF16, along its own axis."""
     if role == Role.INPUT:
-        context = _without_split_tokens(context)
-    values = context.engine.dequantize(operand, torch.bfloat16)
+        context = _with_all_tokens(context)
+    values = context.engine.dequantize(without_source(operand), torch.bfloat16)
     return context.quantize(values, role, None, Gemm.WGRAD if role == Role.INPUT else Gemm.DGRAD)[1]
-
-
-def gather_input(context: LinearContext, x: Tensor) -> Tensor:
-    """Return the input of all tokens in its own precision, of this rank's x (R, K)."""
-    return gather_rows(x, context.shards.group) if context.shards.sequence_parallel else x
 
 
 def quantize_gathered(context: LinearContext, gemm: Gemm, x: Tensor) -> Any:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
-    return quantize_all_tokens(context, gemm, gather_input(context, x))
+    if context.shards.sequence_parallel:
+        x = start_gather(x, context.shards.group)()
+    return quantize_all_tokens(context, gemm, x)
 
 
-def quantize_all_tokens(context: LinearContext, gemm: Gemm, x: Tensor) -> Any:
-    """Quantize the input of all tokens (M, K) as an unsplit one."""
-    needs_codes = {gemm} if context.precision.wgrad.uses_fprop else ()
+def quantize_all_tokens(
+    context: LinearContext, gemm: Gemm, x: Tensor, needs_codes: bool = False
+) -> Any:
+    """Quantize the input of all tokens (M, K) as an unsplit one, right before its GEMM."""
     row, col = (Gemm.FPROP, None) if gemm == Gemm.FPROP else (None, gemm)
-    both = _without_split_tokens(context).quantize(x, Role.INPUT, row, col, needs_codes)
+    both = _with_all_tokens(context).quantize(x, Role.INPUT, row, col, needs_codes)
     return both[0] if gemm == Gemm.FPROP else both[1]
 
 
-def _without_split_tokens(context: LinearContext) -> LinearContext:
-    """Return the context of a call with the input of all tokens."""
-    if not context.shards.sequence_parallel:
-        return context
-    roles = context.shards.roles - {Role.INPUT}
-    return replace(context, shards=replace(context.shards, sequence_parallel=False, roles=roles))
+def _with_all_tokens(context: LinearContext) -> LinearContext:
+    """Return the context of a call with the input of all tokens, of which no codes are saved."""
+    shards = context.shards
+    if shards.sequence_parallel:
+        shards = replace(shards, sequence_parallel=False, roles=shards.roles - {Role.INPUT})
+    return replace(context, shards=shards, saves_input=True)
 
 
 def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tuple[Any, Any]:
@@ -131,16 +121,14 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
         Both operands. Dgrad's is None where backward quantizes it, and fprop's own (N, K) where
         dgrad takes its values.
     """
-    precision = context.precision
-    cache = context.weight_cache if precision.caches_weight else None
+    plan = context.plan()
+    fprop, dgrad = plan[Gemm.FPROP, Role.WEIGHT], plan[Gemm.DGRAD, Role.WEIGHT]
+    cache = context.weight_cache if fprop.moment is Moment.STEP else None
     if cache is not None and cache.operands is not None:
         return cache.operands
-    wanted = weight_sides(context)
-    sides = wanted.dgrad, wanted.needs_codes, wanted.saved
-    by_row, by_col = context.quantize(weight(), Role.WEIGHT, Gemm.FPROP, *sides)
-    dgrad_weight = None if wanted.dgrad is None else by_col
-    if context.training and precision.dgrad.rhs_of_fprop and not precision.weight_serves_dgrad:
-        dgrad_weight = by_row
+    col = Gemm.DGRAD if dgrad.saved is Saved.OPERAND else None
+    by_row, by_col = context.quantize(weight(), Role.WEIGHT, Gemm.FPROP, col)
+    dgrad_weight = without_source({Saved.OPERAND: by_col, Saved.FPROP: by_row}.get(dgrad.saved))
     if cache is not None and context.training:
         cache.operands = by_row, dgrad_weight
     return by_row, dgrad_weight
@@ -166,39 +154,18 @@ def check_versions(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
             )
 
 
-class WeightSides(NamedTuple):
-    """Quantization of a weight beside fprop's side, as arguments of ``LinearContext.quantize``.
+def quantize_dgrad_weight(context: LinearContext, weight: Tensor, saved: Any = None) -> Any:
+    """Return dgrad's weight (K, N): what forward saved, or else the transpose, quantized now.
 
-    ``dgrad`` names the GEMM of its transpose, None where backward quantizes it.
+    It is fprop's own (N, K) where dgrad takes its values.
     """
-
-    dgrad: Gemm | None
-    needs_codes: Collection[str]
-    saved: Collection[str]
-
-
-def weight_sides(context: LinearContext) -> WeightSides:
-    """Return how forward quantizes a weight."""
-    precision, training = context.precision, context.training
-    shared, reused = precision.weight_serves_dgrad, precision.dgrad.uses_fprop
-    dgrad = None
-    if training and shared:
-        dgrad = Gemm.FPROP
-    elif training and precision.caches_weight and not reused and precision.dgrad.rhs is not None:
-        dgrad = Gemm.DGRAD
-    needs_codes = {Gemm.FPROP, Gemm.DGRAD} if precision.dgrad.rhs_of_fprop else ()
-    saved = {Gemm.FPROP, Gemm.DGRAD} if shared or precision.caches_weight else ()
-    return WeightSides(dgrad, needs_codes, saved)
-
-
-def quantize_dgrad_weight(context: LinearContext, weight: Tensor) -> Any:
-    """Quantize the transpose of a weight (N, K) in backward; itself where dgrad takes fprop's."""
-    precision = context.precision
-    if precision.dgrad.uses_fprop and not precision.weight_serves_dgrad:
-        by_row, _ = context.quantize(weight, Role.WEIGHT, Gemm.FPROP, None, {Gemm.FPROP})
-        return (
-            requantized(context, Role.WEIGHT, by_row) if precision.dgrad.requantizes_rhs else by_row
-        )
+    if saved is not None:
+        # Codes may have taken the memory of a weight that no fallback needs.
+        return WithSource(saved, weight.t()) if context.precision.dgrad.fallback else saved
+    source = context.plan()[Gemm.DGRAD, Role.WEIGHT].source
+    if source in (Source.VALUES, Source.REQUANTIZED):
+        by_row, _ = context.quantize(weight, Role.WEIGHT, Gemm.FPROP, None, needs_codes=True)
+        return by_row if source is Source.VALUES else requantized(context, Role.WEIGHT, by_row)
     return context.quantize(weight, Role.WEIGHT, None, Gemm.DGRAD)[1]
 
 
@@ -206,10 +173,11 @@ def quantize_grad(
     context: LinearContext, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Any, Any]:
     """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
-    if needs_wgrad and context.precision.wgrad.lhs_of_dgrad:
-        by_row, _ = context.quantize(grad, Role.GRAD, Gemm.DGRAD, None, needs_codes={Gemm.DGRAD})
-        return by_row, context.engine.transpose(by_row, by_row)
     row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
+    if needs_wgrad and context.plan()[Gemm.WGRAD, Role.GRAD].source is Source.VALUES:
+        by_row, _ = context.quantize(grad, Role.GRAD, Gemm.DGRAD, None)
+        codes = without_source(by_row)
+        return by_row, context.engine.transpose(codes, codes)
     return context.quantize(grad, Role.GRAD, row, col)
 
 
@@ -230,7 +198,7 @@ def accumulate_wgrad_into(
     weight: Tensor,
     wgrad: Callable[[torch.dtype, Tensor | None, bool | Tensor], Tensor],
 ) -> Tensor:
-    """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add.
+    """Add dW to ``weight.main_grad`` and return a placeholder, or return dW for autograd to add.
 
     ``wgrad`` computes dW in a dtype, and writes or adds it to a tensor unless that is None.
     """
@@ -238,7 +206,7 @@ def accumulate_wgrad_into(
     if main_grad is None:
         return wgrad(weight.dtype, None, False)
     wgrad(torch.float32, *main_grad)
-    return added_to_main_grad(weight)
+    return added_to_main_grads([weight])[0]
 
 
 class MainGrad(NamedTuple):
@@ -267,22 +235,14 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
     return MainGrad(sums, getattr(weight, "grad_added_to_main_grad", True))
 
 
-def added_to_main_grad(weight: Tensor) -> Tensor:
-    """Mark that dW is in ``weight.main_grad``; return what autograd takes in its place."""
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    placeholder_grad = (
-        torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    )
-    return placeholder_grad(weight)
-
-
 def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Mark experts' weights of one shape in the same way; what is returned shares its memory.
+    """Mark that dW of weights of one shape is in ``main_grad``; return what autograd takes instead.
 
-    Autograd discards it.
+    Autograd discards it, so that all share the memory.
     """
-    placeholder_grad = added_to_main_grad(weights[0])
-    for weight in weights[1:]:
+    zeros = getattr(weights[0], "zero_out_wgrad", False)
+    placeholder_grad = (torch.zeros_like if zeros else torch.empty_like)(weights[0])
+    for weight in weights:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     # Tensors of their own: autograd copies one that others hold.
     return [placeholder_grad.detach() for _ in weights]

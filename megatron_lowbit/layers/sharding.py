@@ -74,38 +74,25 @@ class Shards:
 UNSHARDED = Shards()
 
 
-_Rows = TypeVar("_Rows", Tensor, QuantizedTensor)
+_Matrix = TypeVar("_Matrix", Tensor, QuantizedTensor)
 
 
-def gather_rows(x: _Rows, group: dist.ProcessGroup | None) -> _Rows:
-    """Concatenate the ranks' rows: (R, K) to (ranks * R, K). Codes travel as codes."""
-    return start_rows(x, group)()
+def start_gather(
+    x: _Matrix, group: dist.ProcessGroup | None, axis: int = 0
+) -> Callable[[], _Matrix]:
+    """Start concatenating the ranks' rows (axis 0), or their columns in whole blocks (axis 1).
 
+    Codes travel as codes. The function that is returned waits for the result.
+    """
 
-def start_rows(x: _Rows, group: dist.ProcessGroup | None) -> Callable[[], _Rows]:
-    """Start :func:`gather_rows`; return a function that waits for its result."""
+    def join(parts: Tensor) -> Tensor:
+        return parts.flatten(0, 1) if axis == 0 else parts.transpose(0, 1).flatten(1)
+
     if not isinstance(x, QuantizedTensor):
-        whole = _start_gather(x, group)
-        return lambda: whole().flatten(0, 1)
-    shape = (x.shape[0] * dist.get_world_size(group), x.shape[1])
-    return _start_codes(x, group, shape, lambda parts: parts.flatten(0, 1))
-
-
-def start_columns(
-    x: QuantizedTensor, group: dist.ProcessGroup | None
-) -> Callable[[], QuantizedTensor]:
-    """Start concatenating the ranks' columns, whole blocks each: (R, K) to (R, ranks * K)."""
-    shape = (x.shape[0], x.shape[1] * dist.get_world_size(group))
-    return _start_codes(x, group, shape, lambda parts: parts.transpose(0, 1).flatten(1))
-
-
-def _start_codes(
-    x: QuantizedTensor,
-    group: dist.ProcessGroup | None,
-    shape: tuple[int, int],
-    join: Callable[[Tensor], Tensor],
-) -> Callable[[], QuantizedTensor]:
-    """Start gathering codes and scales; ``join`` makes a matrix of (ranks, rows, columns)."""
+        parts = _start_gather(x, group)
+        return lambda: join(parts())
+    ranks, (rows, columns) = dist.get_world_size(group), x.shape
+    shape = (ranks * rows, columns) if axis == 0 else (rows, ranks * columns)
     codes, scales = (_start_gather(t, group) for t in (x.codes, x.scales))
     return lambda: QuantizedTensor(join(codes()), join(scales()), x.tensor_scale, x.format, shape)
 

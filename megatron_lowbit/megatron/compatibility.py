@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from megatron_lowbit.arguments.parse import OF_GPUS
 from megatron_lowbit.errors import require
-from megatron_lowbit.recipes import Recipe
+from megatron_lowbit.recipes import LinearPrecision, Recipe
 
 Rows = dict[str, object]
 
@@ -147,7 +147,6 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
         return {}
     is_local = implementation == "local"
     evaluates = (args.eval_iters or args.full_validation) and args.eval_precision != "recipe"
-    reads_signs = any(precision.reads_signs for precision in recipe.precisions())
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
     reasons = {
         "random keys are filled in before each microbatch, which it replays as one; use local": (
@@ -162,8 +161,8 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
         "it cannot capture experts' layers again where the recipe switches; use no switch": (
             is_local and recipe.switches and args.num_experts
         ),
-        "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": (
-            reads_signs
+        "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": any(
+            map(_reads_signs, recipe.precisions())
         ),
         "--fused-allreduce-norm counts its calls on the CPU": args.fused_allreduce_norm,
         "recomputation in a pipeline would find another microbatch's random keys": recomputes,
@@ -172,6 +171,13 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
         f"--cuda-graph-impl {implementation} under a recipe: {reason}": given
         for reason, given in reasons.items()
     }
+
+
+def _reads_signs(precision: LinearPrecision) -> bool:
+    """Return True if a GPU's fresh signs are read by the CPU: for operands without a kernel."""
+    gemms = precision.gemms.values()
+    fresh = [gemm for gemm in gemms if gemm.hadamard and gemm.hadamard.signs == "fresh"]
+    return any(not side.has_kernel for gemm in fresh for side in gemm.sides if side)
 
 
 def mxnorm(args: Namespace, recipe: Recipe) -> Rows:

@@ -53,8 +53,8 @@ from megatron_lowbit.megatron.run.load_source import LoadSource
 from megatron_lowbit.megatron.run.records import record_recipe
 from megatron_lowbit.megatron.run.resumed_schedule import follow_schedule_arguments
 from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
+from megatron_lowbit.numerics.precision import GemmPrecision
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes, precision_table
-from megatron_lowbit.recipes.precision import GemmPrecision
 
 
 def model_config_of(args: Namespace) -> Any:

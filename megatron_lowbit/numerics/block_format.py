@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.formats import E4M3, ElementFormat, encode
+from megatron_lowbit.numerics.formats import E4M3, ElementFormat, decode, encode
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,20 @@ class BlockFormat(ABC):
             first, then blocks along K; tensor_scale, an FP32 scalar.
         """
 
-    @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode what :meth:`encode` returns to FP32, (R, K) once flattened from axis 1 on.
 
         Rows after the last one of interest may have been cut off codes and scales.
         """
+        if not self.repeats_scales:
+            scales = scales.repeat_interleave(self.block_rows, dim=0)[: codes.shape[0]]
+        shape = codes.shape[-1] // self.block, self.block
+        values = decode(codes.unflatten(-1, shape), self.element)
+        return values * self.decode_scales(scales).unsqueeze(-1) * tensor_scale
+
+    def decode_scales(self, scales: Tensor) -> Tensor:
+        """Decode stored block scales to FP32."""
+        return scales.to(torch.float32)
 
     def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return the scales of the transpose, for square blocks, repeated for each row of a block.

@@ -51,32 +51,19 @@ def gemm(
         (M, N). High-precision operands of one dtype multiply in it, unless an accumulation is
         given. All others multiply in FP32, to which quantized operands are dequantized.
     """
-    product = _product(lhs, rhs, bias, accumulation)
-    return product if out_dtype is None else product.to(out_dtype)
-
-
-def _product(
-    lhs: Tensor | QuantizedTensor,
-    rhs: Tensor | QuantizedTensor,
-    bias: Tensor | None,
-    accumulation: Accumulation | None,
-) -> Tensor:
-    if (
-        isinstance(lhs, Tensor)
-        and isinstance(rhs, Tensor)
-        and lhs.dtype == rhs.dtype
-        and accumulation is None
-    ):
-        return F.linear(lhs, rhs, bias)
-    left, right = (
-        (operand.dequantize() if isinstance(operand, QuantizedTensor) else operand).float()
-        for operand in (lhs, rhs)
-    )
-    bias = None if bias is None else bias.float()
+    tensors = isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and lhs.dtype == rhs.dtype
+    if not tensors or accumulation is not None:
+        lhs, rhs = (
+            (operand.dequantize() if isinstance(operand, QuantizedTensor) else operand).float()
+            for operand in (lhs, rhs)
+        )
+        bias = None if bias is None else bias.float()
     if accumulation is None:
-        return F.linear(left, right, bias)
-    total = _accumulate(left, right, accumulation)
-    return total if bias is None else total + bias
+        product = F.linear(lhs, rhs, bias)
+    else:
+        total = _accumulate(lhs, rhs, accumulation)
+        product = total if bias is None else total + bias
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 def _accumulate(lhs: Tensor, rhs: Tensor, accumulation: Accumulation) -> Tensor:

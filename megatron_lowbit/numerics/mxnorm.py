@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,19 +118,11 @@ def absmax_constant(p: float, block: int) -> float:
 
 def _quadrature(end: float) -> tuple[Tensor, Tensor]:
     """Return nodes and weights, FP64, of integrals from 0 to ``end``."""
-    nodes, weights = _legendre(_NODES)
+    nodes, weights = map(torch.from_numpy, np.polynomial.legendre.leggauss(_NODES))
     width = end / _PANELS
     starts = width * torch.arange(_PANELS, dtype=torch.float64)
     points = starts[:, None] + width / 2 * (nodes + 1)
     return points.flatten(), (width / 2 * weights).repeat(_PANELS)
-
-
-def _legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Compute nodes and weights on (-1, 1) by eigenvalues (Golub and Welsch, 1969)."""
-    k = torch.arange(1, count, dtype=torch.float64)
-    beta = k / torch.sqrt(4 * k * k - 1)
-    nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
-    return nodes, 2 * vectors[0] ** 2
 
 
 def mean_rounded(sigma: float, block: int) -> float:

@@ -12,7 +12,8 @@ from math import log2
 from typing import NamedTuple
 
 from megatron_lowbit.numerics import Quantizer, Rounding
-from megatron_lowbit.numerics.gemms import GEMM_ROLES
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
+from megatron_lowbit.numerics.plan import Moment, Source
 from megatron_lowbit.planning.device import (
     ADDS_PRODUCTS,
     BF16,
@@ -94,19 +95,20 @@ def _add_communication(
     tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
     tokens, first = tokens_of(args), part.first.precision
     if tensor > 1:
-        link = device.link(tensor)
+        link, plan = device.link(tensor), first.plan(split_tokens=local_tokens(args))
 
-        def gathered(gemm: str | None = None) -> float:
-            quantizer = None if gemm is None else first.quantizer(gemm, "input")
-            size = BF16 if quantizer is None else packed_bytes(quantizer)
+        def gathered(gemm: Gemm | None = None) -> float:
+            sent = plan[gemm, Role.INPUT] if gemm else None
+            codes = sent.quantizer if sent and sent.gathers_codes else None
+            size = BF16 if codes is None else packed_bytes(codes)
             return link.gather(tokens * args.hidden_size * size, tensor)
 
         stream = gathered()
         if args.sequence_parallel:
-            again = gathered("wgrad")
+            again = gathered(Gemm.WGRAD)
             if not first.quantized:
                 again = max(0.0, again - hiding["dgrad"])
-            passes.forward["tensor parallel"] = gathered("fprop") + stream
+            passes.forward["tensor parallel"] = gathered(Gemm.FPROP) + stream
             passes.backward["tensor parallel"] = stream + again + max(0.0, stream - hiding["wgrad"])
         else:
             passes.forward["tensor parallel"] = 2 * stream
@@ -239,11 +241,12 @@ def _quantization(
 
     forward = quantized("input", "fprop", "wgrad", saved=("wgrad",))
     backward = quantized("grad", "dgrad", "wgrad") + unpacked("input", "wgrad")
-    if precision.caches_weight:
+    plan = precision.plan()
+    if plan[Gemm.FPROP, Role.WEIGHT].moment is Moment.STEP:
         forward += unpacked("weight", "fprop")
         backward += unpacked("weight", "dgrad")
         return forward, backward, quantized("weight", "fprop", "dgrad", saved=("fprop", "dgrad"))
-    if precision.weight_serves_dgrad:
+    if plan[Gemm.DGRAD, Role.WEIGHT].source is Source.TRANSPOSE:
         return forward + quantized("weight", "fprop", "dgrad"), backward, 0.0
     return forward + quantized("weight", "fprop"), backward + quantized("weight", "dgrad"), 0.0
 

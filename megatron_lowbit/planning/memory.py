@@ -9,6 +9,8 @@ from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
+from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.plan import Moment, Saved, Source
 from megatron_lowbit.planning.compute import gradient_bytes, weight_gradient_bytes
 from megatron_lowbit.planning.device import BF16, EXACT, FP32, Device, operand_bytes
 from megatron_lowbit.planning.hardware import SCANS
@@ -179,17 +181,16 @@ def quantized_weight_bytes(
     square blocks as ``is_exact`` BF16 numbers, where dgrad takes fprop's values, and where codes
     are ``stored`` in place of the weight; GEMMs of codes need them a second time, transposed.
     """
-    precision = linear.precision
+    plan = linear.precision.plan()
+    weights = [plan[gemm, Role.WEIGHT] for gemm in (Gemm.FPROP, Gemm.DGRAD)]
     fprop, dgrad = (
-        linear.weights * quantizer.format.bits_per_element / 8 if quantizer else 0.0
-        for quantizer in (precision.fprop.rhs, precision.dgrad.rhs)
+        linear.weights * weight.quantizer.format.bits_per_element / 8 if weight.quantizer else 0.0
+        for weight in weights
     )
-    if not precision.caches_weight:
-        return 0.0, dgrad if precision.weight_serves_dgrad else 0.0
-    if precision.weight_serves_dgrad:
-        is_shared = is_exact or stored
-    else:
-        is_shared = precision.dgrad.rhs_of_fprop
+    source = weights[1].source
+    if weights[0].moment is not Moment.STEP:
+        return 0.0, dgrad if source is Source.TRANSPOSE else 0.0
+    is_shared = source is Source.VALUES or (source is Source.TRANSPOSE and (is_exact or stored))
     return fprop if is_shared else fprop + dgrad, 0.0
 
 
@@ -224,18 +225,18 @@ def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Count
 
 def _saved_input(linear: Linear, tokens: int, split: bool = False) -> float:
     """Return the bytes of a linear layer's input; ``split``: over ranks, which may gather codes."""
-    size = _bytes_of_codes(linear)
-    if size is None or (split and not linear.precision.gathers_codes("wgrad", tokens)):
-        size = BF16
-    return tokens * linear.inputs * size
+    size = _bytes_of_codes(linear, tokens if split else 0)
+    return tokens * linear.inputs * (BF16 if size is None else size)
 
 
-def _bytes_of_codes(linear: Linear) -> float | None:
+def _bytes_of_codes(linear: Linear, split_tokens: int = 0) -> float | None:
     """Return the saved bytes per element of wgrad's input; None where the input itself is saved."""
-    quantizer = linear.precision.quantizer("wgrad", "input")
-    if quantizer is None or linear.precision.wgrad.fallback:
+    plan = linear.precision.plan(split_tokens=split_tokens)
+    wgrad = plan[Gemm.WGRAD, Role.INPUT]
+    saved = plan[Gemm.FPROP, Role.INPUT] if wgrad.saved is Saved.FPROP else wgrad
+    if wgrad.saved is Saved.TENSOR or saved.quantizer is None:
         return None
-    return quantizer.format.bits_per_element / 8
+    return saved.quantizer.format.bits_per_element / 8
 
 
 def _reuses_input(args: Namespace, part: Part) -> bool:

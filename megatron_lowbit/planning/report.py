@@ -9,13 +9,13 @@ from rich.table import Column, Table
 
 from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.numerics.precision import GemmPrecision, side
 from megatron_lowbit.planning.device import BLACKWELL, EXACT, FOLDED, GIB, Device
 from megatron_lowbit.planning.estimate import BUBBLE, Estimate, padded_vocabulary
 from megatron_lowbit.planning.hardware import gpu, kinds
 from megatron_lowbit.planning.model import parameters
 from megatron_lowbit.planning.search import MOST_GPUS, Plan, changes, enough_gpus, plan_run
 from megatron_lowbit.planning.training_arguments import TrainingArguments
-from megatron_lowbit.recipes.precision import GemmPrecision, side
 
 _DAY = 86400
 _DATA = (

@@ -6,15 +6,15 @@ from megatron_lowbit.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lowbit.numerics.gemms import OPERANDS as OPERANDS
+    from megatron_lowbit.numerics.precision import HIGH_PRECISION as HIGH_PRECISION
+    from megatron_lowbit.numerics.precision import GemmPrecision as GemmPrecision
+    from megatron_lowbit.numerics.precision import LinearPrecision as LinearPrecision
     from megatron_lowbit.recipes.load import load_combined as load_combined
     from megatron_lowbit.recipes.load import load_precision as load_precision
     from megatron_lowbit.recipes.load import load_recipe as load_recipe
     from megatron_lowbit.recipes.load import load_recipes as load_recipes
     from megatron_lowbit.recipes.load import shipped_recipes as shipped_recipes
     from megatron_lowbit.recipes.matchers import Layer as Layer
-    from megatron_lowbit.recipes.precision import HIGH_PRECISION as HIGH_PRECISION
-    from megatron_lowbit.recipes.precision import GemmPrecision as GemmPrecision
-    from megatron_lowbit.recipes.precision import LinearPrecision as LinearPrecision
     from megatron_lowbit.recipes.recipe import Progress as Progress
     from megatron_lowbit.recipes.recipe import Recipe as Recipe
     from megatron_lowbit.recipes.recipe import combine as combine
@@ -31,7 +31,7 @@ __getattr__, __dir__, __all__ = lazy_attributes(
             "shipped_recipes",
         ],
         "matchers": ["Layer"],
-        "precision": ["HIGH_PRECISION", "OPERANDS", "GemmPrecision", "LinearPrecision"],
+        ".numerics.precision": ["HIGH_PRECISION", "OPERANDS", "GemmPrecision", "LinearPrecision"],
         "recipe": ["Progress", "Recipe", "combine"],
         "show": ["precision_table"],
     },

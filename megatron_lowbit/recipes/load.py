@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lowbit.errors import UserError, error_prefix, require, require_type
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
-from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
+from megatron_lowbit.numerics.precision import HIGH_PRECISION, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, combine
 from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, operand_keys, parse_recipe
 from megatron_lowbit.recipes.yaml_reader import has_control_characters, read_text, read_yaml

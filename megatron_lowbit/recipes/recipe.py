@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.numerics.oscillation import OscillationReset
+from megatron_lowbit.numerics.precision import HIGH_PRECISION, LinearPrecision
 from megatron_lowbit.recipes.matchers import BlocksMatcher, Layer, Matcher
-from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
 
 NORMALIZED = ("self_attention.linear_qkv", "mlp.linear_fc1")
 """Ends of the paths of layers that MXNorm comes before."""

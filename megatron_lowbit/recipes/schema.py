@@ -36,8 +36,8 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics.extra_formats import load_format_file
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.numerics.oscillation import OscillationReset
+from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.matchers import Matcher
-from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
 from megatron_lowbit.recipes.yaml_reader import StrictModel, fields_of, first_error, wrong_key
 

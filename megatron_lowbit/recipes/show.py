@@ -14,9 +14,9 @@ from rich.table import Table
 from megatron_lowbit.console import print_report
 from megatron_lowbit.errors import require
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
+from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes import load
 from megatron_lowbit.recipes.matchers import Layer
-from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes.recipe import NORMALIZED, Recipe
 
 HIGH_PRECISION_BITS = 16.0

@@ -35,11 +35,11 @@ class Native:
 
 
 class _Kind(NamedTuple):
-    """A recipe class, the compute capability it needs, and how its settings are read off."""
+    """A recipe class for a format, the compute capability it needs, and the reader of settings."""
 
     name: str
     capability: tuple[int, int]
-    holds: Callable[[BlockFormat], bool]
+    takes: Callable[[Any], bool]
     settings: Callable[["_Reader"], Native]
 
 
@@ -57,14 +57,13 @@ def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Na
     quantizers = [operand.quantizer for operand in precision.operands()]
     if None in quantizers or folds_on_hopper(precision, capability):
         return None
-    if any(quantizer.splits_mean for quantizer in quantizers):
+    kinds = {type(quantizer.format) for quantizer in quantizers}
+    kind = _KINDS.get(kinds.pop()) if len(kinds) == 1 else None
+    if kind is None or capability < kind.capability:
         return None
-    for kind in _KINDS:
-        if all(kind.holds(quantizer.format) for quantizer in quantizers):
-            if capability < kind.capability:
-                return None
-            return kind.settings(_Reader(kind.name, precision))
-    return None
+    if not all(kind.takes(q.format) and not q.splits_mean for q in quantizers):
+        return None
+    return kind.settings(_Reader(kind.name, precision))
 
 
 def kernels(precision: LinearPrecision, capability: tuple[int, int]) -> str:
@@ -217,21 +216,14 @@ def _nvfp4(read: _Reader) -> Native:
     return Native(read.name, arguments, megatron=None if any(arguments.values()) else megatron)
 
 
-def _holds_tiles(format: BlockFormat) -> bool:
-    return isinstance(format, FP8Tile) and format.block == TILE
-
-
-def _holds_mxfp8(format: BlockFormat) -> bool:
-    return isinstance(format, MX) and format.element in (E4M3, E5M2) and format.block == BLOCK
-
-
-def _holds_nvfp4(format: BlockFormat) -> bool:
-    return isinstance(format, NVFP4) and not format.options
-
-
-_KINDS = (
-    _Kind("Float8CurrentScaling", (8, 9), lambda f: isinstance(f, FP8Tensor), _tensors),
-    _Kind("Float8BlockScaling", (9, 0), _holds_tiles, _tiles),
-    _Kind("MXFP8BlockScaling", (10, 0), _holds_mxfp8, _mxfp8),
-    _Kind("NVFP4BlockScaling", (10, 0), _holds_nvfp4, _nvfp4),
-)
+_KINDS: dict[type[BlockFormat], _Kind] = {
+    FP8Tensor: _Kind("Float8CurrentScaling", (8, 9), lambda f: True, _tensors),
+    FP8Tile: _Kind("Float8BlockScaling", (9, 0), lambda f: f.block == TILE, _tiles),
+    MX: _Kind(
+        "MXFP8BlockScaling",
+        (10, 0),
+        lambda f: f.element in (E4M3, E5M2) and f.block == BLOCK,
+        _mxfp8,
+    ),
+    NVFP4: _Kind("NVFP4BlockScaling", (10, 0), lambda f: not f.options, _nvfp4),
+}

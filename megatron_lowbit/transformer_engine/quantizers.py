@@ -28,6 +28,7 @@ from megatron_lowbit.layers.operands import (
     requantized,
 )
 from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.plan import Source
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 
@@ -160,14 +161,13 @@ class LowbitQuantizer(IdentityQuantizer):
         else:
             context = self.calls.open(training=self.columnwise_usage)
         rows, columns = self.rowwise_usage, self.columnwise_usage
-        if columns and context.precision.wgrad.uses_fprop:
-            by_row, _ = context.quantize(x, Role.INPUT, Gemm.FPROP, None, needs_codes={Gemm.FPROP})
-            kept = by_row
-            if context.precision.wgrad.requantizes_rhs:
-                kept = requantized(context, "input", by_row)
+        source = context.plan()[Gemm.WGRAD, Role.INPUT].source
+        if columns and source is not Source.TENSOR:
+            by_row, _ = context.quantize(x, Role.INPUT, Gemm.FPROP, None, needs_codes=True)
+            kept = by_row if source is Source.VALUES else requantized(context, Role.INPUT, by_row)
             return by_row if rows else None, kept, context
         row, col = Gemm.FPROP if rows else None, Gemm.WGRAD if columns else None
-        by_row, by_col = context.quantize(x, Role.INPUT, row, col, saved={Gemm.WGRAD})
+        by_row, by_col = context.quantize(x, Role.INPUT, row, col)
         return by_row if rows else None, by_col if columns else None, context
 
     def _weight(self, x: Tensor) -> tuple[Any, Any, LinearContext]:

@@ -144,27 +144,6 @@ def test_square_weights_are_quantized_once(format, options):
     torch.testing.assert_close(backward.dequantize(), forward.dequantize().t(), rtol=0, atol=0)
 
 
-def test_square_formats():
-    """2D blocks, tiles of 128x128 and per-tensor scales are square; nothing else is."""
-    rows = {
-        "nvfp4",
-        "nvfp4-ue5m3",
-        "quartet2",
-        "ms-eden",
-        "tetrajet2",
-        "mxfp4",
-        "mxfp6-e2m3",
-        "mxfp6-e3m2",
-        "mxfp8-e4m3",
-        "mxfp8-e5m2",
-        "int4-1x32",
-        "int4-1x128",
-    }
-    assert FORMATS.keys() - SQUARE == rows | {
-        f"fp8-{kind}-{element}" for kind in ("1x128", "row") for element in ("e4m3", "e5m2")
-    }
-
-
 ONCE = by_roles(weight=Quantizer(FORMATS["fp8-tensor-e4m3"]))
 TILES = by_roles(weight=Quantizer(FORMATS["fp8-128x128-e4m3"]))
 

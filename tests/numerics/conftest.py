@@ -10,6 +10,10 @@ GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "quantizers.npz"
 INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
 
 
+def bytes_of(x: torch.Tensor) -> np.ndarray:
+    return x.contiguous().view(torch.uint8).numpy()
+
+
 class Golden:
     """The golden arrays by key; ``x`` gives an input as BF16."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from megatron_lowbit.numerics import FORMATS, Quantizer, format_by_name, quantize
+from tests.numerics.conftest import bytes_of
 
 GOLDEN_FORMATS = {"fp8_1x128": "fp8-1x128-e4m3", "fp8_128x128": "fp8-128x128-e4m3"}
 ALL = [name for name in FORMATS if name.startswith("fp8") and "row" not in name]
@@ -20,10 +21,6 @@ BLOCKS = (128, 64, 32, 16)
 F32 = np.float32
 FLT_MAX = np.finfo(F32).max
 EPS = 1e-12  # torchao's lower bound of an amax
-
-
-def bytes_of(x: torch.Tensor) -> np.ndarray:
-    return x.contiguous().view(torch.uint8).numpy()
 
 
 @pytest.mark.parametrize("scale_format", SCALE_FORMATS)
@@ -218,21 +215,3 @@ def test_torchao_below_epsilon_and_pow2_below_a_power_of_two():
     assert (torch.tensor(448.0) / amax) < 2.0**20 and below == 2.0**20  # rounded up: it clips
     q = quantize(amax.view(1, 1), "fp8-tensor-e4m3", scale_format="pow2")
     assert q.tensor_scale == 2.0**-19
-
-
-@pytest.mark.parametrize("format", ALL)
-def test_order_of_operations_shows(format):
-    """x / (amax / max), DeepGEMM's order, gives other scales, so the tests above can fail."""
-    element = FORMATS[format].element
-    amax = torch.rand(2000, generator=torch.Generator().manual_seed(1)).numpy()
-    _, decode = scalar_scales(amax, element.max, "fp32")
-    assert (decode != amax / F32(element.max)).mean() > 0.1
-
-
-@pytest.mark.parametrize("format", [name for name in ALL if "tensor" in name])
-def test_a_given_amax_saturates_beyond_it(format):
-    """Delayed scaling: what exceeds the amax that the scale was made from becomes max / scale."""
-    x = torch.tensor([[1.0, -3.0, 2.0, 0.5]])
-    q = Quantizer(FORMATS[format])(x, torch.tensor(2.0))
-    assert torch.equal(q.dequantize(), torch.tensor([[1.0, -2.0, 2.0, 0.5]]))
-    assert q.tensor_scale == 2 / FORMATS[format].element.max

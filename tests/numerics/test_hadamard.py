@@ -99,15 +99,6 @@ def test_butterfly_order(size):
     assert torch.equal(hadamard_transform(x, hadamard), expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_orthonormal(size):
-    """The rows of the transformed identity; 1 / sqrt(n) in FP32 errs by 2**-24 relative."""
-    y = hadamard_transform(torch.eye(size), Hadamard(size, output="fp32")).double()
-    error = y @ y.t() - torch.eye(size, dtype=torch.float64)
-    assert error.abs().max() < 4 * 2**-24
-    assert torch.equal(y.sign(), matrix(Hadamard(size)).sign())
-
-
 @pytest.mark.parametrize("size", [16, 32, 256])
 @pytest.mark.parametrize("columns", [256, 250, 17])
 def test_product_of_both_transformed_is_unchanged(size, columns):
@@ -170,22 +161,15 @@ def test_signs_are_balanced(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("signs", ["fresh", 11])
-def test_orthonormal_with_drawn_signs(size, signs):
+@pytest.mark.parametrize("signs", ["fixed", "fresh", 11])
+def test_orthonormal(size, signs):
+    """The rows of the transformed identity; 1 / sqrt(n) in FP32 errs by 2**-24 relative."""
     hadamard = Hadamard(size, signs=signs, output="fp32")
     y = hadamard_transform(torch.eye(size), hadamard, sign_key=1234).double()
     error = y @ y.t() - torch.eye(size, dtype=torch.float64)
     assert error.abs().max() < 4 * 2**-24
     # Row 0 of H is all ones, so the first column of diag(s) @ H is the signs.
     assert torch.equal(y[:, 0].sign(), torch.tensor(hadamard.sign_vector(1234)).double())
-
-
-def test_other_signs_change_the_product():
-    """The check above can fail: one sign vector an operand gives another product."""
-    a = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    left = hadamard_transform(a, Hadamard(output="fp32"))
-    right = hadamard_transform(a, Hadamard(signs="none", output="fp32"))
-    assert (left @ right.t() - a @ a.t()).abs().max() > 1
 
 
 def test_ragged_is_zero_padded():

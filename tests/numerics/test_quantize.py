@@ -149,33 +149,6 @@ def test_nbytes(format):
         assert q.nbytes == shape[0] * columns // (2 if four_bits else 1) + scales + 4
 
 
-BITS = {
-    "nvfp4": 4 + 8 / 16,
-    "mxfp4": 4 + 8 / 32,
-    "mxfp6": 6 + 8 / 32,
-    "mxfp8": 8 + 8 / 32,
-    "fp8-1x128": 8 + 32 / 128,
-    "fp8-128x128": 8 + 32 / 128**2,
-    "fp8-tensor": 8,
-    "fp8-row": 8,
-    "quartet2": 4 + 8 / 16,
-    "ms-eden": 4 + 8 / 16,
-    "tetrajet2": 4 + 8 / 16 + 32 / 128,
-    "int4-1x32": 4 + 16 / 32,
-    "int4-1x128": 4 + 16 / 128,
-}
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_bits_per_element(format):
-    family = next(name for name in BITS if format.startswith(name))
-    assert FORMATS[format].bits_per_element == BITS[family]
-    q = quantize(randn(256, 256), format)
-    if "fp6" not in family:  # codes of 6 bits are kept one a byte
-        rows = 4 * 256 if FORMATS[format].row_scaled else 0  # no share of an element
-        assert q.nbytes - 4 - rows == 256 * 256 * BITS[family] / 8
-
-
 def test_no_rows():
     q = quantize(torch.empty(0, 32), "nvfp4")
     assert q.shape == q.dequantize().shape == (0, 32)

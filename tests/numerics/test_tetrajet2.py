@@ -29,14 +29,6 @@ def test_golden(lab, name, kind):
         np.testing.assert_array_equal(values.numpy(), lab[f"{key}/dq"])
 
 
-def test_ragged_sizes_are_padded():
-    """To whole blocks of 128: a block of its own has the scales of what it holds alone."""
-    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
-    q = Quantizer(FORMAT)(x)
-    assert q.shape == (5, 200) and q.scales.shape == (5, 24) and q.codes.shape == (5, 128)
-    assert torch.equal(q.dequantize()[:, :128], Quantizer(FORMAT)(x[:, :128]).dequantize())
-
-
 def test_underflowed_blocks():
     """Nearest: an inner scale of 0 and zeros. Stochastic: the smallest inner scale instead."""
     x = torch.ones(1, 128)
@@ -45,12 +37,3 @@ def test_underflowed_blocks():
     drawn = Quantizer(FORMAT, Rounding.STOCHASTIC)(x, draw=Draw(1))
     assert not nearest.scales[:, 5:].any() and not nearest.dequantize()[:, 16:].any()
     assert (drawn.scales[:, 5:] == 1).all()  # the byte of 2**-9
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_block_of_128_that_is_not_finite(value):
-    x = torch.ones(2, 256)
-    x[0, 3] = value
-    values = Quantizer(FORMAT)(x).dequantize()
-    assert values[0, :128].isnan().all()
-    assert values[0, 128:].isfinite().all() and values[1].isfinite().all()

@@ -66,13 +66,3 @@ def test_one_level_needs_no_tensor_amax():
     assert before.isfinite().all() and tensor_scale == 1
     assert torch.equal(after[0, 16:], before[0, 16:]) and torch.equal(after[1, :48], before[1, :48])
     assert after[1, 48:].isnan().all()
-
-
-def test_square_blocks():
-    """Every row of a 16x16 block has its scale, that of the block's largest magnitude."""
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(2))
-    format = format_by_name("nvfp4-ue5m3-2d", tensor_scaled=False)
-    _, scales, _ = format.encode(x, torch.tensor(0.0), None)
-    largest = x.abs().unflatten(0, (2, 16)).unflatten(2, (2, 16)).amax((1, 3))
-    assert torch.equal(scales[::16], encode_ue5m3(largest * torch.tensor(1 / 6)))
-    assert torch.equal(scales, scales[::16].repeat_interleave(16, 0))

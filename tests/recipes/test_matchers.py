@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipe
 from megatron_lowbit.recipes.matchers import (
     BlocksMatcher,
@@ -12,7 +13,6 @@ from megatron_lowbit.recipes.matchers import (
     RegexMatcher,
     count_blocks,
 )
-from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision
 
 NAMES = (
     "self_attention.linear_qkv",

@@ -20,13 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
-from megatron_lowbit.numerics.formats import (
-    E4M3,
-    E5M2,
-    ElementFormat,
-    decode,
-    encode,
-)
+from megatron_lowbit.numerics.formats import E4M3, E5M2, ElementFormat, decode, encode
 
 TILE = 128
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -87,14 +81,6 @@ class FP8Tile(BlockFormat):
         scale = _encode_scale(block_amax(tiles), self.element, self.scale_format)
         codes = encode((tiles * scale).view(x.shape), self.element, uniform)
         return codes, (1.0 / scale).squeeze(-1).squeeze(1), torch.ones_like(amax)
-
-    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Decode to FP32 (R, K/block, block)."""
-        values = decode(
-            codes.unflatten(-1, (codes.shape[-1] // self.block, self.block)), self.element
-        )
-        by_row = scales.repeat_interleave(self.block_rows, dim=0)[: codes.shape[0]]
-        return values * by_row.unsqueeze(-1)
 
     def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
         """Transpose the scales of square tiles, which keep one each."""

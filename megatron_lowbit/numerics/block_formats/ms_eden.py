@@ -118,11 +118,6 @@ class MSEden(BlockFormat):
         scales = encode(corrected, E4M3, random)
         return codes.view(x.shape), scales.squeeze(-1).squeeze(1), tensor_scale
 
-    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Decode to FP32 (R, K/16, 16); code * scale is exact."""
-        values = decode(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)), E2M1)
-        return values * scales.to(torch.float32).unsqueeze(-1) * tensor_scale
-
 
 def _quartet2(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (..., 16), corrected scales (..., 1) and the tensor scale."""

@@ -116,12 +116,9 @@ class MX(BlockFormat):
         tensor_scale = constant(4.0 / 3.0 if self.three_quarters else 1.0, like=x)
         return codes, for_each_row(scales, self.block_rows), tensor_scale
 
-    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Decode to FP32 (R, K/32, 32); code * scale is exact unless it underflows."""
-        values = formats.decode(
-            codes.unflatten(-1, (codes.shape[-1] // self.block, self.block)), self.element
-        )
-        return values * formats.decode_e8m0(scales).unsqueeze(-1) * tensor_scale
+    def decode_scales(self, scales: Tensor) -> Tensor:
+        """Decode E8M0 bytes; code * scale is exact unless it underflows."""
+        return formats.decode_e8m0(scales)
 
 
 _ELEMENTS = {

@@ -50,7 +50,7 @@ from megatron_lowbit.numerics.block_format import (
     for_each_row,
     multiplier,
 )
-from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
+from megatron_lowbit.numerics.formats import E2M1, E4M3, encode
 from megatron_lowbit.numerics.four_over_six import Selection, better_scales
 
 BLOCK = 16
@@ -186,11 +186,6 @@ class NVFP4(BlockFormat):
                 lambda numbers, scale: numbers * scale * amax / torch.full_like(amax, top),
             )  # fmt: skip
         return codes.view(x.shape), for_each_row(scales, self.block_rows), s_dec
-
-    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Decode to FP32 (R, K/16, 16); code * scale is exact."""
-        values = decode(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)), E2M1)
-        return values * scales.to(torch.float32).unsqueeze(-1) * tensor_scale
 
 
 FORMATS = (NVFP4("nvfp4", E2M1, 1), NVFP4("nvfp4-2d", E2M1, BLOCK))

@@ -31,7 +31,7 @@ from megatron_lowbit.numerics.block_format import (
     for_each_row,
     multiplier,
 )
-from megatron_lowbit.numerics.formats import E2M1, ElementFormat, decode, encode
+from megatron_lowbit.numerics.formats import E2M1, ElementFormat, encode
 
 BLOCK = 16
 UE5M3_MAX = 114688.0
@@ -102,10 +102,9 @@ class UE5M3(BlockFormat):
         codes = encode(scaled.view(x.shape), E2M1, uniform)
         return codes, for_each_row(scales, self.block_rows), s_dec
 
-    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Decode to FP32 (R, K/16, 16); code * scale is exact."""
-        values = decode(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)), E2M1)
-        return values * decode_ue5m3(scales).unsqueeze(-1) * tensor_scale
+    def decode_scales(self, scales: Tensor) -> Tensor:
+        """Decode UE5M3 bytes; code * scale is exact."""
+        return decode_ue5m3(scales)
 
 
 FORMATS = (UE5M3("nvfp4-ue5m3", E2M1, 1), UE5M3("nvfp4-ue5m3-2d", E2M1, BLOCK))

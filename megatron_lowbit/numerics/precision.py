@@ -1,21 +1,16 @@
 """Precision of one linear layer: how each operand of its three GEMMs is quantized."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron_lowbit.numerics import (
-    Accumulation,
-    DelayedScaling,
-    Hadamard,
-    Quantizer,
-    Request,
-    Rounding,
-)
+from megatron_lowbit.numerics.delayed_scaling import DelayedScaling
+from megatron_lowbit.numerics.gemm import Accumulation
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, OPERANDS, Gemm, Role
-from megatron_lowbit.numerics.randomness import GROUP
+from megatron_lowbit.numerics.hadamard import Hadamard
+from megatron_lowbit.numerics.plan import LinearPlan, make_plan
+from megatron_lowbit.numerics.quantizer import Quantizer, Request, Rounding
 
 
 @dataclass(frozen=True)
@@ -202,6 +197,25 @@ class LinearPrecision:
         precision = self.gemms[gemm]
         return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
 
+    def plan(
+        self, training: bool = True, split_tokens: int = 0, saves_input: bool = False
+    ) -> LinearPlan:
+        """Return the source, moment and form of each operand; computed once.
+
+        Args:
+            training: True if a backward pass follows.
+            split_tokens: tokens of this rank that sequence parallelism gathers; 0 if unsplit.
+            saves_input: save the input itself for wgrad, in place of codes.
+        """
+        asked = training, split_tokens, saves_input
+        if asked not in self._plans:
+            self._plans[asked] = make_plan(self, *asked)
+        return self._plans[asked]
+
+    @cached_property
+    def _plans(self) -> dict[tuple[bool, int, bool], LinearPlan]:
+        return {}
+
     def request(
         self, gemm: Gemm, role: Role, needs_codes: bool = False, saved: bool = False
     ) -> Request | None:
@@ -235,17 +249,6 @@ class LinearPrecision:
             saved=saved,
             folding=precision.folding,
         )
-
-    def origin(self, gemm: Gemm, role: Role) -> str:
-        """Return the GEMM for which an operand is quantized, where its values serve another."""
-        left = role == GEMM_ROLES[gemm][0]
-        if left:
-            return Gemm.DGRAD if self.gemms[gemm].lhs_of_dgrad else gemm
-        return Gemm.FPROP if self.gemms[gemm].rhs_of_fprop else gemm
-
-    def requantizes(self, gemm: Gemm, role: Role) -> bool:
-        """Return True if an operand is quantized from fprop's quantized values."""
-        return self.gemms[gemm].requantizes_rhs and role == GEMM_ROLES[gemm][1]
 
     @cached_property
     def weight_serves_dgrad(self) -> bool:
@@ -285,20 +288,6 @@ class LinearPrecision:
             return "dgrad requantizes the weight"
         return "fallback: bf16 needs the weight in high precision" if self.falls_back else None
 
-    def gathers_codes(self, gemm: Gemm, tokens: int) -> bool:
-        """Return True if a rank's tokens hold whole input blocks, so that codes can be gathered."""
-        quantizer, transform = self.quantizer(gemm, Role.INPUT), self.gemms[gemm].hadamard
-        if quantizer is None or quantizer.splits_mean:
-            return False  # a mean is that of the tokens of all ranks
-        if gemm == Gemm.FPROP:
-            return tokens % quantizer.format.block_rows == 0
-        if quantizer.format.row_scaled:
-            return False  # a scale is made from the tokens of all ranks
-        whole = [quantizer.format.block, transform.size if transform else 1]
-        if quantizer.rounding is Rounding.STOCHASTIC:
-            whole.append(GROUP)  # tokens share a random draw, on both sides of a rank's edge
-        return tokens % math.lcm(*whole) == 0
-
     @cached_property
     def quantized(self) -> bool:
         """True if any operand is quantized."""
@@ -310,11 +299,6 @@ class LinearPrecision:
         fresh = any(p.hadamard and p.hadamard.signs == "fresh" for p in self.gemms.values())
         return fresh or any(_is_stochastic(operand.quantizer) for operand in self.operands())
 
-    @cached_property
-    def uses_fprop(self) -> bool:
-        """True if a backward GEMM takes an operand that is made from fprop's quantized one."""
-        return any(precision.uses_fprop for precision in self.gemms.values())
-
     def without_requantize(self) -> "LinearPrecision":
         """Return the precision with weights and inputs quantized themselves in each GEMM."""
         dgrad, wgrad = (replace(one, requantizes_rhs=False) for one in (self.dgrad, self.wgrad))
@@ -323,13 +307,7 @@ class LinearPrecision:
     @property
     def shares_operands(self) -> bool:
         """True if a GEMM takes an operand that is made from another GEMM's quantized one."""
-        return self.uses_fprop or self.wgrad.lhs_of_dgrad
-
-    @property
-    def reads_signs(self) -> bool:
-        """True if a GPU's fresh signs are read by the CPU: for operands that have no kernel."""
-        fresh = (p for p in self.gemms.values() if p.hadamard and p.hadamard.signs == "fresh")
-        return any(not side.has_kernel for p in fresh for side in p.sides if side)
+        return self.dgrad.uses_fprop or self.wgrad.uses_fprop or self.wgrad.lhs_of_dgrad
 
     @cached_property
     def falls_back(self) -> bool:
