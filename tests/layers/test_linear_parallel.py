@@ -156,7 +156,7 @@ def row_shards(mine):
     return Shards(dist.group.WORLD, frozenset({"weight", "input"}), in_features=mine)
 
 
-def column_parallel(how, tolerance, exact):
+def column_parallel(how, tolerance=1e-6):
     x, weight, dy = whole(48)
     mine = features(N)
     (y, dx, dw), full = run(x, weight, dy, how)
@@ -166,20 +166,19 @@ def column_parallel(how, tolerance, exact):
     close(results[0], y[:, mine], tolerance)
     close(results[1], dx, 1e-5)
     close(results[2], dw[mine], tolerance)
-    if exact:
-        (x_, w), (grad, w_t), (grad_t, x_t) = full
-        same(operands[0][0], x_)
-        same(operands[0][1], w, mine)
-        same(operands[1][0], grad, columns=mine)
-        same(operands[1][1], w_t, columns=mine)
-        same(operands[2][0], grad_t, mine)
-        same(operands[2][1], x_t)
+    (x_, w), (grad, w_t), (grad_t, x_t) = full
+    same(operands[0][0], x_)
+    same(operands[0][1], w, mine)
+    same(operands[1][0], grad, columns=mine)
+    same(operands[1][1], w_t, columns=mine)
+    same(operands[2][0], grad_t, mine)
+    same(operands[2][1], x_t)
     partial, _ = run(x, weight[mine], dy[:, mine], how, column_shards(mine))
     close(summed(partial[1]), dx, 1e-5)
     same(summed(partial[1]), results[1])
 
 
-def row_parallel(how, tolerance, exact):
+def row_parallel(how, tolerance=1e-6):
     x, weight, dy = whole(48)
     mine = features(K)
     (y, dx, dw), full = run(x, weight, dy, how)
@@ -187,17 +186,16 @@ def row_parallel(how, tolerance, exact):
     close(summed(results[0]), y, 1e-5)
     close(results[1], dx[:, mine], tolerance)
     close(results[2], dw[:, mine], tolerance)
-    if exact:
-        (x_, w), (grad, w_t), (grad_t, x_t) = full
-        same(operands[0][0], x_, columns=mine)
-        same(operands[0][1], w, columns=mine)
-        same(operands[1][0], grad)
-        same(operands[1][1], w_t, mine)
-        same(operands[2][0], grad_t)
-        same(operands[2][1], x_t, mine)
+    (x_, w), (grad, w_t), (grad_t, x_t) = full
+    same(operands[0][0], x_, columns=mine)
+    same(operands[0][1], w, columns=mine)
+    same(operands[1][0], grad)
+    same(operands[1][1], w_t, mine)
+    same(operands[2][0], grad_t)
+    same(operands[2][1], x_t, mine)
 
 
-def sequence_parallel(how, tokens, tolerance, exact, *batch):
+def sequence_parallel(how, tokens, *batch, tolerance=1e-6):
     x, weight, dy = whole(tokens, *batch)
     mine = features(N)
     local = slice(dist.get_rank() * tokens // RANKS, (dist.get_rank() + 1) * tokens // RANKS)
@@ -207,66 +205,44 @@ def sequence_parallel(how, tokens, tolerance, exact, *batch):
     close(results[0], y[..., mine], tolerance)
     close(results[1], dx[local], 1e-5)
     close(results[2], dw[mine], tolerance)
-    if exact:
-        (x_, w), (grad, w_t), (grad_t, x_t) = full
-        same(operands[0][0], x_)
-        same(operands[0][1], w, mine)
-        same(operands[1][0], grad, columns=mine)
-        same(operands[1][1], w_t, columns=mine)
-        same(operands[2][0], grad_t, mine)
-        same(operands[2][1], x_t)
+    (x_, w), (grad, w_t), (grad_t, x_t) = full
+    same(operands[0][0], x_)
+    same(operands[0][1], w, mine)
+    same(operands[1][0], grad, columns=mine)
+    same(operands[1][1], w_t, columns=mine)
+    same(operands[2][0], grad_t, mine)
+    same(operands[2][1], x_t)
 
 
 @check
-def column_parallel_high_precision():
-    column_parallel(HIGH_PRECISION, 1e-5, exact=True)
+def high_precision():
+    column_parallel(HIGH_PRECISION, 1e-5)
+    row_parallel(HIGH_PRECISION, 1e-5)
+    sequence_parallel(HIGH_PRECISION, 48, tolerance=1e-5)
+    sequence_parallel(HIGH_PRECISION, 10, 3, tolerance=1e-5)
 
 
 @check
-def row_parallel_high_precision():
-    row_parallel(HIGH_PRECISION, 1e-5, exact=True)
-
-
-@check
-def sequence_parallel_high_precision():
-    sequence_parallel(HIGH_PRECISION, 48, 1e-5, True)
-    sequence_parallel(HIGH_PRECISION, 10, 1e-5, True, 3)
-
-
-@check
-def column_parallel_group():
-    column_parallel(GROUP, 1e-6, exact=True)
-
-
-@check
-def column_parallel_stochastic():
-    column_parallel(ALL_STOCHASTIC, 1e-6, exact=True)
-
-
-@check
-def row_parallel_group():
-    row_parallel(GROUP, 1e-6, exact=True)
-
-
-@check
-def row_parallel_stochastic():
-    row_parallel(ALL_STOCHASTIC, 1e-6, exact=True)
+def columns_and_rows():
+    for how in (GROUP, ALL_STOCHASTIC):
+        column_parallel(how)
+        row_parallel(how)
 
 
 @check
 def sequence_parallel_gathers_codes():
     """Check 32 local tokens: whole blocks, so codes travel."""
     for how in PRECISIONS.values():
-        sequence_parallel(how, 64, 1e-6, True)
+        sequence_parallel(how, 64)
 
 
 @check
 def fp8_tensors():
     """Check one scale for the whole tensor, with which codes travel under sequence parallelism."""
     for how, tokens in ((FP8, 64), (FP8_STOCHASTIC, 34)):
-        column_parallel(how, 1e-6, exact=True)
-        row_parallel(how, 1e-6, exact=True)
-        sequence_parallel(how, tokens, 1e-6, True)
+        column_parallel(how)
+        row_parallel(how)
+        sequence_parallel(how, tokens)
 
 
 @check
@@ -293,10 +269,10 @@ def fp8_rows():
 
 @check
 def transforms():
-    column_parallel(TRANSFORMED, 1e-6, exact=True)
-    row_parallel(TRANSFORMED, 1e-6, exact=True)
+    column_parallel(TRANSFORMED)
+    row_parallel(TRANSFORMED)
     for tokens in (64, 34):
-        sequence_parallel(TRANSFORMED, tokens, 1e-6, True)
+        sequence_parallel(TRANSFORMED, tokens)
 
 
 @check
@@ -323,15 +299,15 @@ def delayed_scaling_of_the_group():
 
 @check
 def sequence_parallel_with_a_batch_axis():
-    sequence_parallel(ALL_STOCHASTIC, 16, 1e-6, True, 4)
+    sequence_parallel(ALL_STOCHASTIC, 16, 4)
 
 
 @check
 def sequence_parallel_ragged():
     """Check 24 and 17 local tokens: wgrad's blocks cross ranks, so its input is gathered."""
-    sequence_parallel(GROUP, 48, 1e-6, True)
+    sequence_parallel(GROUP, 48)
     for how in PRECISIONS.values():
-        sequence_parallel(how, 34, 1e-6, True)
+        sequence_parallel(how, 34)
 
 
 @check

@@ -5,9 +5,11 @@ import pytest
 from megatron_lowbit.numerics.plan import Moment, Saved, Source
 from megatron_lowbit.recipes import OPERANDS, load_recipe
 
+AGAIN = Source.REQUANTIZED
 STEP, FORWARD, BACKWARD = Moment
 OPERAND, FPROP, TENSOR = Saved
 ROWS = ["weight.format=nvfp4"]
+DRAWN = [*ROWS, "weight.rounding=stochastic"]
 OF_FPROP = [*ROWS, "wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"]
 REQUANTIZED = [*ROWS, "weight.requantize=true", "input.requantize=true"]
 MEANS = [*OF_FPROP, "input.split_mean=true", "grad.split_mean=true", "grad.axis=dgrad"]
@@ -27,18 +29,10 @@ def test_the_six_operands():
     [
         ([], (Source.TRANSPOSE, STEP, OPERAND), (Source.TENSOR, FORWARD, OPERAND)),
         (ROWS, (Source.TENSOR, STEP, OPERAND), (Source.TENSOR, FORWARD, OPERAND)),
-        (
-            [*ROWS, "weight.rounding=stochastic"],
-            (Source.TENSOR, BACKWARD, TENSOR),
-            (Source.TENSOR, FORWARD, OPERAND),
-        ),
+        (DRAWN, (Source.TENSOR, BACKWARD, TENSOR), (Source.TENSOR, FORWARD, OPERAND)),
         (OF_FPROP, (Source.VALUES, STEP, FPROP), (Source.VALUES, FORWARD, FPROP)),
-        (REQUANTIZED, (Source.REQUANTIZED, BACKWARD, TENSOR), (Source.REQUANTIZED, BACKWARD, FPROP)),
-        (
-            ["fallback=bf16"],
-            (Source.TRANSPOSE, STEP, OPERAND),
-            (Source.TENSOR, BACKWARD, TENSOR),
-        ),
+        (REQUANTIZED, (AGAIN, BACKWARD, TENSOR), (AGAIN, BACKWARD, FPROP)),
+        (["fallback=bf16"], (Source.TRANSPOSE, STEP, OPERAND), (Source.TENSOR, BACKWARD, TENSOR)),
     ],
 )  # fmt: skip
 def test_operands_of_the_backward_pass(overrides, weight, wgrad_input):

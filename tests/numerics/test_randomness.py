@@ -87,21 +87,6 @@ def test_uniform_is_uniform(bits):
     assert abs(products.mean().item()) < 4 * products.std().item() / products.numel() ** 0.5
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_centred_bits_are_unbiased_over_fractions(bits):
-    """Over all 2**bits numbers, "up" is off a fraction by half a step at most, and not on average.
-
-    Were the bits not centred, it would be off by half a step on average.
-    """
-    count, step = 4096, 2.0**-bits
-    numbers = (torch.arange(2**bits).double() + 0.5) * step
-    fractions = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for shift, bias in ((0.0, 0.0), (0.5 * step, 0.5 * step)):
-        off = torch.searchsorted(numbers - shift, fractions).double() * step - fractions
-        assert (off - bias).abs().max() <= 0.5 * step
-        assert abs(off.mean().item() - bias) < 4 * step / (12 * count) ** 0.5
-
-
 def test_shard_draws_the_slice_of_the_whole():
     device = torch.device("cpu")
     whole = Draw(99)

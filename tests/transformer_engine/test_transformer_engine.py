@@ -11,7 +11,6 @@ from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Request
 from megatron_lowbit.recipes import Layer, load_recipe
-from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import native_recipe
 from tests import processes
 from tests.transformer_engine.stand_in import QuantizedLinear, use_stand_ins
@@ -113,16 +112,22 @@ class Call:
     """Stand-in for a LinearContext."""
 
 
-def test_backward_passes_come_in_the_order_of_forward_passes():
-    tracker = CallTracker(lambda training: Call())
+@pytest.fixture
+def tracker(monkeypatch):
+    use_stand_ins(monkeypatch)
+    from megatron_lowbit.transformer_engine.quantizers import CallTracker
+
+    return CallTracker(lambda training: Call())
+
+
+def test_backward_passes_come_in_the_order_of_forward_passes(tracker):
     calls = [tracker.open(training) for training in (True, False, True)]
     assert [tracker.open_backward(), tracker.open_backward()] == [calls[0], calls[2]]
     with pytest.raises(RuntimeError, match="without its forward"):
         tracker.open_backward()
 
 
-def test_a_forward_pass_that_was_dropped_has_no_backward_pass():
-    tracker = CallTracker(lambda training: Call())
+def test_a_forward_pass_that_was_dropped_has_no_backward_pass(tracker):
     tracker.open(True)
     kept = tracker.open(True)
     assert tracker.open_backward() is kept
