@@ -21,7 +21,6 @@ from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.group_context import GroupContext
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
 from megatron_lowbit.numerics.gemms import Gemm, Role
-from megatron_lowbit.numerics.plan import Saved
 
 
 def lowbit_grouped_linear(
@@ -67,7 +66,9 @@ class _GroupedLinear(torch.autograd.Function):
         keeps = trains and any(weight.requires_grad for weight in weights)
         col = Gemm.WGRAD if keeps else None
         inputs, kept = group.quantize(RowSlices(x, tokens), Role.INPUT, Gemm.FPROP, col)
-        by_row, by_col = _quantize_weights(group, SeparateMatrices(weights))
+        by_row, by_col = operands.quantize_weight(
+            group.context, lambda: SeparateMatrices(weights), group.quantize
+        )
         y = x.new_empty(len(x), len(weights[0]))
         group.multiply(Gemm.FPROP, inputs, by_row, RowSlices(y, tokens))
         needs_dgrad = trains and x.requires_grad
@@ -103,23 +104,6 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_wgrad:
             wgrads = _deliver_wgrads(group, by_col, kept, weights)
         return dgrad, None, None, *wgrads
-
-
-def _quantize_weights(
-    group: GroupContext, weights: Sequence[Tensor]
-) -> tuple[Sequence[Any], Sequence[Any] | None]:
-    """Quantize weights (N, K) for fprop, and their transposes for dgrad; None if backward does."""
-    context = group.context
-    cache = context.weight_cache if context.precision.caches_weight else None
-    if cache is not None and cache.operands is not None:
-        return cache.operands
-    saves = context.plan()[Gemm.DGRAD, Role.WEIGHT].saved is Saved.OPERAND
-    col = Gemm.DGRAD if saves else None
-    by_row, by_col = group.quantize(weights, Role.WEIGHT, Gemm.FPROP, col)
-    both = by_row, by_col if saves else None
-    if cache is not None and context.training:
-        cache.operands = both
-    return both
 
 
 def _deliver_wgrads(

@@ -78,7 +78,10 @@ class _MXNormLinear(torch.autograd.Function):
             inner, handle = operands.reduce_dgrad(
                 context.shards, context.gemm(Gemm.DGRAD, by_row, dgrad_weight, grad.dtype)
             )
-        product = _product(context, by_col, x.float() * rho) if needs_product else None
+        product = None
+        if needs_product:
+            normalized = operands.quantize_gathered(context, Gemm.WGRAD, x.float() * rho)
+            product = context.gemm(Gemm.WGRAD, by_col, normalized, torch.float32)
         if handle is not None:
             handle.wait()
         gain_grad = wgrad = None
@@ -121,12 +124,6 @@ def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Te
         amax = context.scale_amax(Gemm.FPROP, Role.INPUT, own)
     by_row, rho = context.engine.normalize(x, norm, request, amax)
     return start_gather(by_row, context.shards.group)() if split else by_row, rho
-
-
-def _product(context: LinearContext, lhs: Any, normalized: Tensor) -> Tensor:
-    """Compute M (N, D) in FP32 from dH's transpose and this rank's normalized input (R, D)."""
-    rhs = operands.quantize_gathered(context, Gemm.WGRAD, normalized)
-    return context.gemm(Gemm.WGRAD, lhs, rhs, torch.float32)
 
 
 def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:

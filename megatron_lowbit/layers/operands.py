@@ -42,11 +42,10 @@ def quantize_input(
     )
     by_row = by_row if given_row is None else context.with_source(Gemm.FPROP, given_row, x)
     by_col = by_col if given_col is None else given_col
-    saved = None
-    if keep:
-        saved = {
-            Saved.OPERAND: by_col, Saved.FPROP: without_source(by_row), Saved.TENSOR: x,
-        }[wgrad.saved]  # fmt: skip
+    tensors: dict[Saved | None, Any] = {
+        Saved.OPERAND: by_col, Saved.FPROP: without_source(by_row), Saved.TENSOR: x,
+    }  # fmt: skip
+    saved = tensors[wgrad.saved] if keep else None
     if not split:
         return lambda: by_row, saved
     if row is None:
@@ -110,12 +109,17 @@ def _with_all_tokens(context: LinearContext) -> LinearContext:
     return replace(context, shards=shards, saves_input=True)
 
 
-def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tuple[Any, Any]:
+def quantize_weight(
+    context: LinearContext,
+    weight: Callable[[], Any],
+    quantize: Callable[..., tuple[Any, Any]] | None = None,
+) -> tuple[Any, Any]:
     """Quantize a weight (N, K) for fprop, and its transpose for dgrad.
 
     Args:
         context: of the call.
         weight: returns the weight, where it is not in the cache.
+        quantize: quantizes the weights of several layers; None for the context's own function.
 
     Returns:
         Both operands. Dgrad's is None where backward quantizes it, and fprop's own (N, K) where
@@ -127,8 +131,10 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
     if cache is not None and cache.operands is not None:
         return cache.operands
     col = Gemm.DGRAD if dgrad.saved is Saved.OPERAND else None
-    by_row, by_col = context.quantize(weight(), Role.WEIGHT, Gemm.FPROP, col)
-    dgrad_weight = without_source({Saved.OPERAND: by_col, Saved.FPROP: by_row}.get(dgrad.saved))
+    quantize = quantize or context.quantize
+    by_row, by_col = quantize(weight(), Role.WEIGHT, Gemm.FPROP, col)
+    tensors: dict[Saved | None, Any] = {Saved.OPERAND: by_col, Saved.FPROP: by_row}
+    dgrad_weight = without_source(tensors.get(dgrad.saved))
     if cache is not None and context.training:
         cache.operands = by_row, dgrad_weight
     return by_row, dgrad_weight

@@ -51,18 +51,24 @@ def gemm(
         (M, N). High-precision operands of one dtype multiply in it, unless an accumulation is
         given. All others multiply in FP32, to which quantized operands are dequantized.
     """
-    tensors = isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and lhs.dtype == rhs.dtype
-    if not tensors or accumulation is not None:
-        lhs, rhs = (
+    if (
+        isinstance(lhs, Tensor)
+        and isinstance(rhs, Tensor)
+        and lhs.dtype == rhs.dtype
+        and accumulation is None
+    ):
+        product = F.linear(lhs, rhs, bias)
+    else:
+        left, right = (
             (operand.dequantize() if isinstance(operand, QuantizedTensor) else operand).float()
             for operand in (lhs, rhs)
         )
         bias = None if bias is None else bias.float()
-    if accumulation is None:
-        product = F.linear(lhs, rhs, bias)
-    else:
-        total = _accumulate(lhs, rhs, accumulation)
-        product = total if bias is None else total + bias
+        if accumulation is None:
+            product = F.linear(left, right, bias)
+        else:
+            product = _accumulate(left, right, accumulation)
+            product = product if bias is None else product + bias
     return product if out_dtype is None else product.to(out_dtype)
 
 
