@@ -13,26 +13,6 @@ import numpy as np
 from torch import Tensor
 
 
-class Rows:
-    """Numbers of rows of matrices, int64 (count,), and what they are in units of several rows."""
-
-    def __init__(self, numbers: Sequence[int] | np.ndarray) -> None:
-        self.numbers = np.asarray(numbers, dtype=np.int64)
-        self._units: dict[int, Units] = {}
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def in_units(self, unit: int) -> "Units":
-        """Return the matrices in units of so many rows."""
-        found = self._units.get(unit)
-        if found is None:
-            numbers = (self.numbers + (unit - 1)) // unit
-            ends = numbers.cumsum()
-            found = self._units[unit] = Units(numbers, ends - numbers, int(ends[-1]))
-        return found
-
-
 class Units(NamedTuple):
     """Units of several rows: those of each matrix, those before it, those of all."""
 
@@ -41,13 +21,74 @@ class Units(NamedTuple):
     total: int
 
 
+class Rows:
+    """Numbers of rows of matrices, int64 (count,)."""
+
+    def __init__(self, numbers: Sequence[int] | np.ndarray) -> None:
+        self.numbers = np.asarray(numbers, dtype=np.int64)
+        self._units: dict[int, Units] = {}
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def in_units(self, unit: int) -> Units:
+        """Return the matrices in units of so many rows."""
+        if unit not in self._units:
+            numbers = (self.numbers + (unit - 1)) // unit
+            ends = numbers.cumsum()
+            self._units[unit] = Units(numbers, ends - numbers, int(ends[-1]))
+        return self._units[unit]
+
+
 @lru_cache(maxsize=1024)
 def rows_of(numbers: tuple[int, ...]) -> Rows:
     """Return the one object of these numbers of rows."""
     return Rows(numbers)
 
 
-class RowSlices(Sequence[Tensor]):
+class SeparateMatrices(Sequence[Tensor]):
+    """Matrices, each with its own address, such as experts' weights, that are looked at once.
+
+    ``template`` has the dtype, device, columns and strides of all.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        self.matrices, self.template = matrices, matrices[0]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number):  # type: ignore[no-untyped-def]  # of an int: a sequence's own
+        """Return the matrix of that number."""
+        return self.matrices[number]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.matrices)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The number of rows of each."""
+        return rows_of(tuple([x.shape[0] for x in self.matrices]))
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """The address of each, int64, also of one without rows."""
+        return np.array([x.data_ptr() for x in self.matrices], dtype=np.int64)
+
+    @property
+    def aligned(self) -> bool:
+        """True if each begins at a multiple of 16 bytes, whatever their rows."""
+        return not (self.addresses & 15).any()
+
+    @cached_property
+    def alike(self) -> bool:
+        """True if they have the same columns, strides, dtype and device."""
+        first, *others = self.matrices
+        layout = first.shape[1], first.stride(), first.dtype, first.device
+        return all((x.shape[1], x.stride(), x.dtype, x.device) == layout for x in others)
+
+
+class RowSlices(SeparateMatrices):
     """The parts of a matrix (T, K), as a sequence of views.
 
     Args:
@@ -55,26 +96,18 @@ class RowSlices(Sequence[Tensor]):
         rows: number of rows of each part, of sum T.
     """
 
+    alike = True
+
     def __init__(self, whole: Tensor, rows: Rows) -> None:
-        self.whole, self.rows = whole, rows
+        self.whole = self.template = whole
+        self.rows = rows
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    @cached_property
+    def matrices(self) -> Sequence[Tensor]:  # type: ignore[override]
+        """The parts."""
+        return self.whole.split(self.rows.numbers.tolist())
 
-    def __getitem__(self, number):  # type: ignore[no-untyped-def]  # of an int: a sequence's own
-        """Return the part of that number."""
-        first = int(self.rows.in_units(1).before[number])
-        return self.whole[first : first + int(self.rows.numbers[number])]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.whole.split(self.rows.numbers.tolist()))
-
-    @property
-    def template(self) -> Tensor:
-        """A tensor of the matrices' dtype, device, columns and strides."""
-        return self.whole
-
-    @property
+    @cached_property
     def addresses(self) -> np.ndarray:
         """The address of each part, int64, also of one without rows."""
         return self.rows.in_units(1).before * self._row_bytes + self.whole.data_ptr()
@@ -88,60 +121,7 @@ class RowSlices(Sequence[Tensor]):
     def _row_bytes(self) -> int:
         return self.whole.stride(0) * self.whole.element_size()
 
-    @property
-    def alike(self) -> bool:
-        """True, since parts of one matrix have the same columns, strides, dtype and device."""
-        return True
 
-
-class SeparateMatrices(Sequence[Tensor]):
-    """Matrices in memory of their own, such as experts' weights, that are looked at once."""
-
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self.matrices = matrices
-
-    def __len__(self) -> int:
-        return len(self.matrices)
-
-    def __getitem__(self, number):  # type: ignore[no-untyped-def]  # of an int: a sequence's own
-        """Return the matrix of that number."""
-        return self.matrices[number]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.matrices)
-
-    @property
-    def template(self) -> Tensor:
-        """The first matrix, which stands for the dtype, device, columns and strides of all."""
-        return self.matrices[0]
-
-    @cached_property
-    def rows(self) -> Rows:
-        """The number of rows of each."""
-        return rows_of(tuple([x.shape[0] for x in self.matrices]))
-
-    @cached_property
-    def addresses(self) -> np.ndarray:
-        """The address of each, int64."""
-        return np.array([x.data_ptr() for x in self.matrices], dtype=np.int64)
-
-    @property
-    def aligned(self) -> bool:
-        """True if each begins at a multiple of 16 bytes."""
-        return not (self.addresses & 15).any()
-
-    @cached_property
-    def alike(self) -> bool:
-        """True if they have the same columns, strides, dtype and device."""
-        first, *others = self.matrices
-        kind = first.shape[1], first.stride(), first.dtype, first.device
-        return all((x.shape[1], x.stride(), x.dtype, x.device) == kind for x in others)
-
-
-def as_matrix_list(matrices: Sequence[Tensor]) -> RowSlices | SeparateMatrices:
+def as_matrix_list(matrices: Sequence[Tensor]) -> SeparateMatrices:
     """Return matrices whose rows and addresses are known."""
-    return (
-        matrices
-        if isinstance(matrices, RowSlices | SeparateMatrices)
-        else SeparateMatrices(matrices)
-    )
+    return matrices if isinstance(matrices, SeparateMatrices) else SeparateMatrices(matrices)

@@ -92,7 +92,6 @@ def main(cases: list[str]) -> None:
         grouped_gemm,
         launch,
         launch_sections,
-        stacked_gemm,
     )
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
     from megatron_lowbit.kernels.routes import Form
@@ -144,8 +143,7 @@ def main(cases: list[str]) -> None:
         (launch_sections, ["quantize_kernel", "amax_kernel"]),
         (amaxes, ["amax_kernel", "row_amax_kernel"]),
         (delayed, ["_own_amax_kernel", "_record_kernel"]),
-        (grouped_gemm, ["grouped_gemm_kernel"]),
-        (stacked_gemm, ["stacked_gemm_kernel"]),
+        (grouped_gemm, ["grouped_kernel", "stacked_kernel"]),
     ):
         for name in names:
             setattr(module, name, Compiler(getattr(module, name)))
@@ -172,7 +170,7 @@ def main(cases: list[str]) -> None:
                 patch.setattr(launch_sections, "multiprocessors", lambda device: 132)
                 launch_sections.quantize_sections(both, *many, sides)
         print(name)
-    stacked_gemm.multiprocessors = lambda device: 132
+    grouped_gemm.multiprocessors = lambda device: 132
     for name in [name for name in PRODUCTS if name in cases]:
         fp8, beta, terms = name.startswith("fp8"), name.endswith("added"), 2048
         if name.startswith("few"):

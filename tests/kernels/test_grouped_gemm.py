@@ -6,10 +6,9 @@ import torch
 
 from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.grouped_gemm import grouped_pair
+from megatron_lowbit.kernels.grouped_gemm import _steps_per_program, grouped_pair
 from megatron_lowbit.kernels.operands import ExactBF16, Transposed
 from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
-from megatron_lowbit.kernels.stacked_gemm import _steps_per_program
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
