@@ -8,7 +8,7 @@ microbatches gave. Numbers are those of cublasLt.h.
 import ctypes
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,19 +36,12 @@ class _Heuristic(ctypes.Structure):
 class _Matrix(NamedTuple):
     """A matrix as cuBLAS sees it, columns first: size, distance of columns, alignment in bytes."""
 
+    dtype: torch.dtype
     rows: int
     columns: int
     step: int
     transposed: bool
     alignment: int
-
-
-class _Plan(NamedTuple):
-    """Plan of one kind of call: description, three layouts, algorithm, workspace in bytes."""
-
-    description: c_void_p
-    layouts: tuple[c_void_p, c_void_p, c_void_p]
-    choice: _Heuristic
 
 
 def scaled_matmul(
@@ -83,16 +76,15 @@ def scaled_matmul(
         return y.zero_() if beta is False else y
     a, b = _dense(a), _dense(b)
     # cuBLAS counts columns first: the transpose of y is b times the transpose of a.
-    dtypes = b.dtype, a.dtype, out_dtype
-    plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), dtypes, a.device)
-    workspace = torch.empty(plan.choice.workspace, dtype=torch.uint8, device=a.device)
+    plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), a.device)
+    description, (left, right, result), choice = plan
+    workspace = torch.empty(choice.workspace, dtype=torch.uint8, device=a.device)
     share = beta if isinstance(beta, Tensor) else _constant(float(beta), a.device)
     factor = _constant(1.0, a.device) if factor is None else factor
-    left, right, result = plan.layouts
     _call(
-        "cublasLtMatmul", torch.cuda.current_blas_handle(), plan.description, factor.data_ptr(),
+        "cublasLtMatmul", torch.cuda.current_blas_handle(), description, factor.data_ptr(),
         b.data_ptr(), left, a.data_ptr(), right, share.data_ptr(), y.data_ptr(), result,
-        y.data_ptr(), result, byref(plan.choice), workspace.data_ptr(), plan.choice.workspace,
+        y.data_ptr(), result, byref(choice), workspace.data_ptr(), choice.workspace,
         torch.cuda.current_stream(a.device).cuda_stream,
     )  # fmt: skip
     return y
@@ -111,52 +103,44 @@ def _matrix(x: Tensor, transposed: bool = False) -> _Matrix:
     rows, columns = x.shape[::-1] if by_rows else x.shape
     step = x.stride(0) if by_rows else x.stride(1)
     address = x.data_ptr()
-    return _Matrix(rows, columns, step, by_rows is not transposed, min(256, address & -address))
+    alignment = min(256, address & -address)
+    return _Matrix(x.dtype, rows, columns, step, by_rows is not transposed, alignment)
 
 
 @cache
 def _plan(
-    left: _Matrix,
-    right: _Matrix,
-    out: _Matrix,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    device: torch.device,
-) -> _Plan:
-    description = c_void_p()
+    left: _Matrix, right: _Matrix, out: _Matrix, device: torch.device
+) -> tuple[c_void_p, list[c_void_p], _Heuristic]:
+    """Return the description, the layouts of three matrices, and the algorithm of such a call."""
+    description, preference = c_void_p(), c_void_p()
     _call("cublasLtMatmulDescCreate", byref(description), c_int(_COMPUTE_FP32), c_int(0))
-    for name, value in (
-        (_POINTER_MODE, _ON_DEVICE),
-        (_TRANSA, left.transposed),
-        (_TRANSB, right.transposed),
-    ):
-        value = c_int32(value)
-        _call("cublasLtMatmulDescSetAttribute", description, c_int(name), byref(value), c_size_t(4))
-    layouts = tuple(
-        _layout(matrix, dtype) for matrix, dtype in zip((left, right, out), dtypes, strict=True)
-    )
-    preference = c_void_p()
+    _set("cublasLtMatmulDescSetAttribute", description, {
+        _POINTER_MODE: c_int32(_ON_DEVICE),
+        _TRANSA: c_int32(left.transposed),
+        _TRANSB: c_int32(right.transposed),
+    })  # fmt: skip
+    layouts = []
+    for matrix in (left, right, out):
+        layouts.append(c_void_p())
+        _call("cublasLtMatrixLayoutCreate", byref(layouts[-1]), c_int(_TYPES[matrix.dtype]),
+              c_uint64(matrix.rows), c_uint64(matrix.columns), c_int64(matrix.step))  # fmt: skip
     _call("cublasLtMatmulPreferenceCreate", byref(preference))
-    limits = [(_WORKSPACE_LIMIT, c_uint64(_WORKSPACE))]
-    for name, matrix in zip(_ALIGNMENTS, (left, right, out, out), strict=True):
-        limits.append((name, ctypes.c_uint32(matrix.alignment)))
-    for name, value in limits:
-        _call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(name), byref(value),
-              c_size_t(ctypes.sizeof(value)))  # fmt: skip
-    choice, found = _Heuristic(), c_int()
+    alignments = (ctypes.c_uint32(matrix.alignment) for matrix in (left, right, out, out))
+    _set("cublasLtMatmulPreferenceSetAttribute", preference, {
+        _WORKSPACE_LIMIT: c_uint64(_WORKSPACE), **dict(zip(_ALIGNMENTS, alignments, strict=True)),
+    })  # fmt: skip
+    choice, count = _Heuristic(), c_int()
     _call(
         "cublasLtMatmulAlgoGetHeuristic", c_void_p(torch.cuda.current_blas_handle()), description,
-        layouts[0], layouts[1], layouts[2], layouts[2], preference, c_int(1), byref(choice),
-        byref(found),
+        *layouts, layouts[2], preference, c_int(1), byref(choice), byref(count),
     )  # fmt: skip
     _call("cublasLtMatmulPreferenceDestroy", preference)
-    return _Plan(description, layouts, choice)
+    return description, layouts, choice
 
 
-def _layout(matrix: _Matrix, dtype: torch.dtype) -> c_void_p:
-    layout = c_void_p()
-    _call("cublasLtMatrixLayoutCreate", byref(layout), c_int(_TYPES[dtype]), c_uint64(matrix.rows),
-          c_uint64(matrix.columns), c_int64(matrix.step))  # fmt: skip
-    return layout
+def _set(function: str, target: c_void_p, attributes: dict[int, Any]) -> None:
+    for name, value in attributes.items():
+        _call(function, target, c_int(name), byref(value), c_size_t(ctypes.sizeof(value)))
 
 
 @cache

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,20 +15,6 @@ Size = TypeVar("Size", int, np.ndarray)
 def cdiv(size: Size, part: int) -> Size:
     """Divide rounding up: ``triton.cdiv`` takes a third of a kernel's launch."""
     return -(-size // part)
-
-
-class _Compiled(NamedTuple):
-    """A compiled kernel, and its arguments as its launches by address take them.
-
-    ``given`` are those of the first launch; those in ``pointers`` and ``numbers`` differ.
-    """
-
-    launch: Callable[..., None]
-    stream: Callable[[], int]
-    head: tuple[Any, ...]
-    given: list[Any]
-    pointers: list[int]
-    numbers: list[int]
 
 
 class Launcher:
@@ -63,7 +49,7 @@ class Launcher:
     ) -> None:
         self._kernel, self._programs, self._varying = kernel, programs, varying
         self._constants, self._views, self._options = constants, views, options
-        self._compiled: dict[tuple, _Compiled] = {}
+        self._compiled: dict[tuple, Callable[[Sequence[Any], int], None]] = {}
 
     def __call__(self, arguments: Sequence[Any], programs: int | None = None) -> None:
         """Launch the kernel with all its arguments.
@@ -71,40 +57,43 @@ class Launcher:
         ``programs``: their number where it differs from launch to launch.
         """
         programs = self._programs if programs is None else programs
-        kinds = tuple([_kind(arguments[place]) for place in self._varying])
-        compiled = self._compiled.get(kinds)
-        if compiled is None:
-            given = list(arguments)
-            for place, dtype in self._views.items():
-                given[place] = None if given[place] is None else given[place].view(dtype)
-            kernel = self._kernel[(programs,)](*given, *self._constants, **self._options)
-            if kernel is not None:  # Triton's interpreter compiles nothing
-                self._compiled[kinds] = self._by_address(kernel, arguments)
+        types = tuple([_type_key(arguments[place]) for place in self._varying])
+        launch = self._compiled.get(types)
+        if launch is not None:
+            launch(arguments, programs)
             return
-        launch, stream, head, first, pointers, numbers = compiled
-        given = first.copy()
-        for place in pointers:
-            given[place] = arguments[place].data_ptr()
-        for place in numbers:
-            given[place] = arguments[place]
-        launch(programs, 1, 1, stream(), *head, *given)
+        given = list(arguments)
+        for place, dtype in self._views.items():
+            given[place] = None if given[place] is None else given[place].view(dtype)
+        kernel = self._kernel[(programs,)](*given, *self._constants, **self._options)
+        if kernel is not None:  # Triton's interpreter compiles nothing
+            self._compiled[types] = self._launch_by_address(kernel, arguments)
 
-    def _by_address(self, kernel: Any, arguments: Sequence[Any]) -> _Compiled:
-        """Prepare launches of a kernel that Triton has compiled for these arguments."""
+    def _launch_by_address(
+        self, kernel: Any, arguments: Sequence[Any]
+    ) -> Callable[[Sequence[Any], int], None]:
+        """Return a function that launches a kernel compiled for arguments of these types."""
         run, head = kernel.run, (kernel.packed_metadata, None, None, None)
         if run.global_scratch_size or run.profile_scratch_size:
             launch, head = run, (kernel.function, *head)  # which allocates that memory
         else:
             options = run.launch_cooperative_grid, run.launch_pdl
             launch, head = run.launch, (kernel.function, *options, None, None, *head)
-        return _Compiled(
-            launch,
-            partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device()),
-            head,
-            [None if isinstance(one, Tensor) else one for one in arguments] + [*self._constants],
-            [place for place, one in enumerate(arguments) if isinstance(one, Tensor)],
-            [place for place in self._varying if isinstance(arguments[place], int)],
-        )
+        stream = partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device())
+        first = [None if isinstance(one, Tensor) else one for one in arguments]
+        first += self._constants
+        pointers = [place for place, one in enumerate(arguments) if isinstance(one, Tensor)]
+        numbers = [place for place in self._varying if isinstance(arguments[place], int)]
+
+        def launch_again(arguments: Sequence[Any], programs: int) -> None:
+            given = first.copy()
+            for place in pointers:
+                given[place] = arguments[place].data_ptr()
+            for place in numbers:
+                given[place] = arguments[place]
+            launch(programs, 1, 1, stream(), *head, *given)
+
+        return launch_again
 
 
 @lru_cache(maxsize=4096)
@@ -122,11 +111,6 @@ def table_launcher(
     return Launcher(kernel, 0, constants, varying, **dict(options))
 
 
-def tensors_of(arguments: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of arguments that are no numbers."""
-    return tuple(place for place, one in enumerate(arguments) if not isinstance(one, int))
-
-
 def tile_launcher(
     kernel: Any,
     shape: tuple[int, int],
@@ -139,8 +123,7 @@ def tile_launcher(
 ) -> Launcher:
     """Return the launcher of a kernel whose programs take a tile each of a matrix.
 
-    Its constexprs are the tile's rows and columns, what both sides are, True for whole tiles, and
-    ``more``.
+    Its constexprs are the tile's rows and columns, both sides, True for whole tiles, and ``more``.
     """
     even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
     programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
@@ -159,7 +142,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _kind(argument: Tensor | int | None) -> int | str | None:
+def _type_key(argument: Tensor | int | None) -> int | str | None:
     if argument is None:
         return None
     if isinstance(argument, int):
