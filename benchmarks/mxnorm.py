@@ -8,7 +8,7 @@ As in appendix H of "MXNorm" (arXiv 2603.13180), on its grid: tokens 2**12 to 2*
 scales, NVFP4 beside them. Gains are in the weights, as MXNorm has them, so that neither kernel
 multiplies by them. Both are this project's one kernel (``kernels/norm.py``) and differ in the
 statistic alone; the same by torch.compile from the reference's cast at powers of two. Backward: the
-norm's own gradient, by one kernel (``kernels/norm_grad.py``), by torch's operations one after
+norm's own gradient, by one kernel (``kernels/norm.py``), by torch's operations one after
 another, and by torch.compile, each in a CUDA graph, with the time that its bytes take at a copy's
 rate. Layers: forward without gradients, 4 or 8 sequences, quantized weights cached, as within a
 step. A file that is there keeps the cases that are not measured anew.
@@ -145,7 +145,7 @@ def _compiled_gradient(hidden: int) -> Callable[[Tensor, Tensor, Tensor], Tensor
 
 def gradients(hidden: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Return the norm's backward pass of rows of a length, by contenders."""
-    from megatron_lowbit.kernels.norm_grad import norm_grad
+    from megatron_lowbit.kernels.norm import norm_grad
 
     return {"kernel": norm_grad, "torch": _gradient, "torch.compile": _compiled_gradient(hidden)}
 

@@ -14,8 +14,7 @@ from megatron_lowbit.collectives.result import NEW, Result, check_buffer
 from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, tile_of
-from megatron_lowbit.kernels.norm_cases import takes
-from megatron_lowbit.kernels.routes import Form
+from megatron_lowbit.kernels.routes import Form, takes_norm
 from megatron_lowbit.numerics import Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -37,7 +36,7 @@ def plan_of(
         ValueError: no such path, or no kernel takes the request.
     """
     rounded = isinstance(norm, MXNorm) and norm.rounded
-    if request is not None and (rounded or not takes(x, norm, request)):
+    if request is not None and (rounded or not takes_norm(x, norm, request)):
         raise ValueError(f"no kernel normalizes and quantizes to {request.quantizer}")
     return _plan(
         ranks, _processors(x.device), *x.shape, x.dtype, norm, request and request.quantizer,

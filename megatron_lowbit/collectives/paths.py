@@ -1,6 +1,6 @@
 """Path of a message by its size, and the memory that paths need."""
 
-from megatron_lowbit.kernels.norm_cases import WIDEST
+from megatron_lowbit.kernels.routes import WIDEST_ROW
 
 ONE_STAGE, COMPACT, GATHERED = PATHS = ("one-stage", "compact", "gathered")
 """Names of the paths, in the order of the kernel's numbers."""
@@ -21,7 +21,7 @@ def choose_path(ranks: int, size: int, compact: bool) -> str:
 def bytes_of_paths(ranks: int, capacity: int) -> int:
     """Return the bytes for messages of up to ``capacity`` bytes on the paths chosen for them."""
     small = min(capacity, _one_stage_bytes(ranks))
-    slack = ranks * 4 * WIDEST  # of tiles that reach beyond x
+    slack = ranks * 4 * WIDEST_ROW  # of tiles that reach beyond x
     return max((ranks - 1) * small, 2 * capacity if capacity > small else 0) + slack
 
 

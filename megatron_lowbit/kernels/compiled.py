@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.errors import say
-from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.engine import Into, ReferenceEngine
 from megatron_lowbit.numerics import (
     Accumulation,
     QuantizedTensor,
@@ -31,13 +31,9 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics.quantizer import Arithmetic
 from megatron_lowbit.numerics.randomness import uniform
 
-_COMPILER_SETTINGS = {
-    # A version for every format of the class, option and rounding: more than torch's 8.
-    "recompile_limit": 256,
-    # Only sizes of tensors are symbols: with those of a format, C++ calls pow for each element.
-    "specialize_int": True,
-    "specialize_float": True,
-}
+# A version for every format of the class, option and rounding: more than torch's 8. Only sizes of
+# tensors are symbols: with those of a format, C++ calls pow for each element.
+_COMPILER_SETTINGS = {"recompile_limit": 256, "specialize_int": True, "specialize_float": True}
 
 
 def missing_compiler() -> str | None:
@@ -71,7 +67,7 @@ def _fused(function: Callable) -> Callable:
     def call(*arguments):
         # torch.compile keeps a version for every kind of view and autograd history: show it none.
         plain = [x.data.contiguous() if isinstance(x, Tensor) else x for x in arguments]
-        if _is_empty(plain):
+        if next(x.numel() == 0 for x in plain if isinstance(x, Tensor)):
             return function(*plain)  # a layer without tokens: sizes of 0 cannot be symbolic
         with _compiler_settings(get_ident()):
             return compiled(*plain)
@@ -148,11 +144,6 @@ def _announcement() -> Any:
     return Announcement()
 
 
-def _is_empty(arguments: list) -> bool:
-    """Return True if the first tensor, the values or codes, has no elements."""
-    return next(x.numel() == 0 for x in arguments if isinstance(x, Tensor))
-
-
 class CompiledEngine(ReferenceEngine):
     """The reference arithmetic, its elementwise functions fused by torch.compile."""
 
@@ -184,13 +175,14 @@ class CompiledEngine(ReferenceEngine):
         accumulation: Accumulation | None = None,
         out_dtype: torch.dtype | None = None,
         folding: bool = True,
+        into: Into = None,
     ) -> Tensor:
         """Multiply operands that the fused functions dequantize."""
         if isinstance(lhs, QuantizedTensor) or isinstance(rhs, QuantizedTensor):
             # The reference multiplies in FP32 where it dequantizes an operand itself.
             lhs, rhs = _dense(lhs), _dense(rhs)
             bias = None if bias is None else bias.float()
-        return super().gemm(lhs, rhs, bias, accumulation, out_dtype, folding)
+        return super().gemm(lhs, rhs, bias, accumulation, out_dtype, folding, into)
 
 
 def _dense(operand: Tensor | QuantizedTensor) -> Tensor:

@@ -9,7 +9,7 @@
 ``select.select_engine`` chooses one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,14 @@ from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
 
+Into = tuple[Tensor, bool | Tensor] | None
+"""Where :meth:`Engine.gemm` writes or adds a product, and whether it adds."""
+ScaleAmax = Callable[[Tensor], Tensor]
+"""Function of FP32 scalars."""
+
 
 class Engine:
-    """Operations of a linear layer on one kind of device.
+    """Operations of a linear layer on one kind of device: the reference's where none is faster.
 
     Args:
         reason: why this engine was chosen.
@@ -60,7 +65,7 @@ class Engine:
         Returns:
             For a request that needs codes a QuantizedTensor, else whatever :meth:`gemm` takes.
         """
-        raise NotImplementedError
+        return quantize_both(x, row, col, amaxes)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
@@ -100,42 +105,28 @@ class Engine:
         accumulation: Accumulation | None = None,
         out_dtype: torch.dtype | None = None,
         folding: bool = True,
+        into: Into = None,
     ) -> Tensor:
         """Multiply lhs (M, K) by rhs (N, K), as :func:`megatron_lowbit.numerics.gemm` does.
 
-        ``folding``: False to leave operands with power-of-two scales as they are.
+        Args:
+            lhs, rhs, bias, accumulation, out_dtype: as there.
+            folding: False to leave operands with power-of-two scales as they are.
+            into: FP32 or BF16 tensor (M, N), to which the product in FP32 is added in place, and
+                True. It is rounded once, with the sum. In place of True, False writes the product
+                there; so may an FP32 scalar on the same device, 0 where the tensor has nothing but
+                zeros, which a GEMM that adds need not read, else 1.
         """
-        return reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
+        if into is not None and _are_bf16(lhs, rhs):
+            lhs, rhs = lhs.float(), rhs.float()  # whose product is not rounded
+        y = reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
+        return y if into is None else accumulate_into(*into, y)
 
     def describe(
         self, lhs: BlockFormat | None, rhs: BlockFormat | None, folding: bool = True
     ) -> str:
         """Describe how two formats (None: high precision) are multiplied."""
-        raise NotImplementedError
-
-    def product_to(
-        self,
-        out: Tensor,
-        lhs: Any,
-        rhs: Any,
-        beta: bool | Tensor = True,
-        folding: bool = True,
-    ) -> Tensor:
-        """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return that.
-
-        It is rounded once, with the sum.
-
-        Args:
-            out: FP32 or BF16.
-            lhs, rhs: as for :meth:`gemm`.
-            beta: False to write the product there; or an FP32 scalar on ``out``'s device, 0 where
-                ``out`` has nothing but zeros, which a GEMM that adds need not read, else 1.
-            folding: as for :meth:`gemm`.
-        """
-        if are_bf16(lhs, rhs):
-            lhs, rhs = lhs.float(), rhs.float()
-        product = self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding)
-        return accumulate_into(out, product, beta)
+        return "dequantized to FP32, FP32 sums"
 
     def gemm_all(
         self,
@@ -149,29 +140,29 @@ class Engine:
         """Write the product of each lhs (M, K) and rhs (N, K) to its out (M, N), or add it."""
         for left, right, out in zip(lhs, rhs, outs, strict=True):
             if beta and accumulation is None:
-                self.product_to(out, left, right, beta, folding)
+                self.gemm(left, right, None, None, torch.float32, folding, (out, beta))
             else:
                 product = self.gemm(left, right, None, accumulation, out.dtype, folding)
-                accumulate_into(out, product, beta)
+                accumulate_into(out, beta, product)
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of x (R, C) and of its transpose, for :meth:`quantize`."""
         return tensor_amaxes(x, row, col)
 
     def normalize(
-        self, x: Tensor, norm: MXNorm, request: Request, amax: Tensor | None = None
+        self, x: Tensor, norm: MXNorm, request: Request, scale_amax: ScaleAmax | None = None
     ) -> tuple[Any, Tensor]:
         """Normalize x (R, C) and quantize it along its rows.
+
+        ``scale_amax`` makes the amax of the tensor scale from that of the normalized rows.
 
         Returns:
             The operand, and the FP32 factors (R, 1) of the rows.
         """
         rho = norm.inverse_rms(x, request.quantizer.format.block)
-        return self.quantize(x.float() * rho, request, None, (amax, None))[0], rho
-
-    def normalized_amax(self, x: Tensor, norm: MXNorm, request: Request) -> Tensor:
-        """Return the amax (FP32 scalar) of x (R, C) once it is normalized."""
-        return request.amax(x.float() * norm.inverse_rms(x, request.quantizer.format.block))
+        normalized = x.float() * rho
+        amax = None if scale_amax is None else scale_amax(request.amax(normalized))
+        return self.quantize(normalized, request, None, (amax, None))[0], rho
 
     def norm_grad(self, grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
         """Return the gradient of a norm's input; see :func:`numerics.mxnorm.norm_grad`."""
@@ -190,20 +181,12 @@ class ReferenceEngine(Engine):
     """The reference arithmetic in eager torch, on any device."""
 
     name = "reference"
-    quantize = staticmethod(quantize_both)
-
-    def describe(
-        self, lhs: BlockFormat | None, rhs: BlockFormat | None, folding: bool = True
-    ) -> str:
-        """Describe the product, which is the same for all formats."""
-        return "dequantized to FP32, FP32 sums"
 
 
-def accumulate_into(out: Tensor, product: Tensor, beta: bool | Tensor) -> Tensor:
-    """Write a product to ``out``, or add it to that, as :meth:`Engine.product_to` says."""
+def accumulate_into(out: Tensor, beta: bool | Tensor, product: Tensor) -> Tensor:
+    """Write a product to ``out``, or add it to that, as :meth:`Engine.gemm` says."""
     return out.copy_(product) if beta is False else out.add_(product)
 
 
-def are_bf16(lhs: Any, rhs: Any) -> bool:
-    """Return True for two operands in high precision whose product would be rounded to BF16."""
-    return all(isinstance(one, Tensor) and one.dtype is torch.bfloat16 for one in (lhs, rhs))
+def _are_bf16(*operands: Any) -> bool:
+    return all(isinstance(one, Tensor) and one.dtype is torch.bfloat16 for one in operands)

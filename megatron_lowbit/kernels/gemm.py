@@ -1,4 +1,8 @@
-"""GEMMs on a GPU, one for each route of ``kernels/routes.py``: how operands go to tensor cores."""
+"""GEMMs on a GPU, a function for each route of ``routes.py``: how operands go to tensor cores.
+
+Each function returns the product (M, N) in a dtype, BF16 or FP32; or writes it to a tensor of that
+dtype, or adds it there.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +11,10 @@ from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
-from megatron_lowbit.kernels.engine import accumulate_into
+from megatron_lowbit.kernels.engine import Into, accumulate_into
 from megatron_lowbit.kernels.means import add_means, without_mean
 from megatron_lowbit.kernels.operands import ExactBF16, Transposed, exact_values, fold, is_exact
 from megatron_lowbit.numerics import QuantizedTensor
-from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 from megatron_lowbit.numerics.folding import folded_format
@@ -22,46 +25,50 @@ _ALIGNMENT = 16
 """cuBLAS takes FP8 matrices whose sizes are multiples of this."""
 
 
-def exact_product(
-    lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
+def multiply(
+    route: routes.Route,
+    lhs: GpuOperand,
+    rhs: GpuOperand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    into: Into = None,
 ) -> Tensor:
-    """Multiply exact operands in BF16; tensor scales multiply the sums, means are added to them."""
-    left, right = _as_values(lhs), _as_values(rhs)
-    if left.mean is not None or right.mean is not None:
-        y = exact_product(without_mean(left), without_mean(right), None, torch.float32)
-        y = add_means(y, left, right)
-        return (y if bias is None else y + bias).to(out_dtype)
-    factor, fp32 = _factor(left, right), out_dtype is torch.float32
-    if factor is not None:
-        product_dtype = torch.float32 if fp32 else torch.bfloat16
-        y = scaled_matmul(left.values, right.values, factor, product_dtype)
-    elif fp32:
-        y = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)
-    else:
-        y = torch.mm(left.values, right.values.t())
-    return (y if bias is None else y + bias).to(out_dtype)
+    """Multiply lhs (M, K) by rhs (N, K) by a route, as :meth:`Engine.gemm` does."""
+    lhs, rhs = (lhs, rhs) if route is routes.EXACT else (plain(lhs), plain(rhs))
+    if into is not None:
+        out, beta = into
+        # A sum is rounded to BF16 after it, so that a GEMM would round the product first.
+        dtypes = (torch.float32, torch.bfloat16) if beta is False else (torch.float32,)
+        if out.dtype in dtypes and out.is_contiguous():
+            return GEMMS[route](lhs, rhs, out.dtype, into)
+        return accumulate_into(out, beta, GEMMS[route](lhs, rhs, torch.float32))
+    y = GEMMS[route](lhs, rhs, torch.float32 if dtype is torch.float32 else torch.bfloat16)
+    return (y if bias is None else y + bias).to(dtype)
 
 
-def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, beta: bool | Tensor) -> None:
-    """Write the product of exact operands to ``out`` (FP32 or BF16), or add it to that.
+def exact_product(
+    lhs: GpuOperand, rhs: GpuOperand, dtype: torch.dtype, into: Into = None
+) -> Tensor:
+    """Multiply exact operands in BF16; tensor scales multiply the sums, means are added to them.
 
-    ``beta`` of this and the functions below is as for :func:`scaled_matmul`.
+    A product with means is in FP32.
     """
-    left, right = _as_values(lhs), _as_values(rhs)
+    left, right = _as_exact(lhs), _as_exact(rhs)
     if left.mean is not None or right.mean is not None:
-        accumulate_into(out, exact_product(left, right, None, torch.float32), beta)
-    else:
-        scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, beta)
+        y = exact_product(without_mean(left), without_mean(right), torch.float32)
+        y = add_means(y, left, right)
+        return y if into is None else accumulate_into(*into, y)
+    factor = left.tensor_scale if right.tensor_scale is None else right.tensor_scale
+    if left.tensor_scale is not None and right.tensor_scale is not None:
+        factor = left.tensor_scale * right.tensor_scale
+    if into is not None or factor is not None:
+        return scaled_matmul(left.values, right.values, factor, dtype, *into or ())
+    if dtype is torch.float32:
+        return torch.mm(left.values, right.values.t(), out_dtype=dtype)
+    return torch.mm(left.values, right.values.t())
 
 
-def _factor(left: ExactBF16, right: ExactBF16) -> Tensor | None:
-    """Multiply the tensor scales of two operands; None for 1."""
-    if left.tensor_scale is None or right.tensor_scale is None:
-        return right.tensor_scale if left.tensor_scale is None else left.tensor_scale
-    return left.tensor_scale * right.tensor_scale
-
-
-def _as_values(operand: GpuOperand) -> ExactBF16:
+def _as_exact(operand: GpuOperand) -> ExactBF16:
     if isinstance(operand, Tensor):
         if operand.dtype is not torch.bfloat16:  # cuBLAS is given a pointer, and would read on
             raise TypeError(f"BF16 numbers cannot be multiplied with an operand in {operand.dtype}")
@@ -70,38 +77,17 @@ def _as_values(operand: GpuOperand) -> ExactBF16:
 
 
 def tile_product(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dtype: torch.dtype, into: Into = None
 ) -> Tensor:
     """Multiply FP8 tiles; cuBLAS adds up 128 products, scales them and adds in FP32."""
-    y = torch._scaled_mm(*_tile_pair(lhs, rhs), out_dtype=_fp8_output(out_dtype))
-    return _finish(y, lhs, rhs, bias, out_dtype)
-
-
-def tile_product_to(
-    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, beta: bool | Tensor
-) -> None:
-    """Write the product of FP8 tiles to ``out`` (FP32 or BF16), or add it to that."""
-    pair = _tile_pair(lhs, rhs)
-    if beta is False and out.shape == (pair[0].shape[0], pair[1].shape[1]):
-        torch._scaled_mm(*pair, out_dtype=out.dtype, out=out)
-    else:
-        accumulate_into(out, tile_product(lhs, rhs, None, _product_dtype(out, beta)), beta)
-
-
-def _product_dtype(out: Tensor, beta: bool | Tensor) -> torch.dtype:
-    """Return the dtype of a product that goes to ``out``; only a sum is rounded."""
-    return out.dtype if beta is False else torch.float32
-
-
-def _tile_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes (M, K) and (K, N) and their scales, as ``torch._scaled_mm`` takes them."""
     # cuBLAS reads square tiles' scales in rows of 16 bytes, and torch takes no padding there: K is
     # padded instead. torch.nn.functional.scaled_mm would, but takes tiles of E4M3 alone.
-    square = TILE in (lhs.format.block_rows, rhs.format.block_rows)
-    tiles = 4 if square else 1
-    a, scale_a = _tile_operand(lhs, tiles)
-    b, scale_b = _tile_operand(rhs, tiles)
-    return a, b.t(), scale_a, scale_b.t()
+    tiles = 4 if TILE in (lhs.format.block_rows, rhs.format.block_rows) else 1
+    (a, scale_a), (b, scale_b) = (_tile_operand(operand, tiles) for operand in (lhs, rhs))
+    operands = a, b.t(), scale_a, scale_b.t()
+    if into is not None and into[1] is False and into[0].shape == (len(a), len(b)):
+        return torch._scaled_mm(*operands, out_dtype=dtype, out=into[0])
+    return _finish(torch._scaled_mm(*operands, out_dtype=dtype), lhs, rhs, into)
 
 
 def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]:
@@ -119,68 +105,53 @@ def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]
 
 
 def tensor_product(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dtype: torch.dtype, into: Into = None
 ) -> Tensor:
-    """Multiply FP8 with a scale a tensor."""
-    a, b = _aligned_pair(lhs, rhs)
-    # torch.nn.functional.scaled_mm says the same through a function in Python.
-    y = torch._scaled_mm(
-        a, b.t(), lhs.tensor_scale, rhs.tensor_scale, out_dtype=_fp8_output(out_dtype)
-    )
-    return _finish(y, lhs, rhs, bias, out_dtype)
-
-
-def tensor_product_to(
-    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, beta: bool | Tensor
-) -> None:
-    """Write the product of FP8 with a scale a tensor to ``out`` (FP32 or BF16), or add it.
-
-    ``torch._scaled_mm`` would be given the scales themselves. Those of a group lie beside each
-    other, and cuBLAS refuses them where they are not aligned.
-    """
-    a, b = _aligned_pair(lhs, rhs)
-    factor = lhs.tensor_scale * rhs.tensor_scale
-    if out.shape == (a.shape[0], b.shape[0]):
-        scaled_matmul(a, b, factor, out.dtype, out, beta)
-    else:
-        product = scaled_matmul(a, b, factor, _product_dtype(out, beta))
-        accumulate_into(out, product[: out.shape[0], : out.shape[1]], beta)
-
-
-def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """Multiply FP8 with a scale per tensor."""
     # Blocks of different lengths pad K differently.
     padded = max(lhs.codes.shape[1], rhs.codes.shape[1])
-    return _aligned(lhs.codes, least=padded), _aligned(rhs.codes, least=padded)
+    a, b = (_aligned(operand.codes, least=padded) for operand in (lhs, rhs))
+    scales = lhs.tensor_scale, rhs.tensor_scale
+    if into is None:
+        # torch.nn.functional.scaled_mm says the same through a function in Python.
+        y = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype)
+    else:
+        # torch._scaled_mm would be given the scales themselves. Those of a group are neighbours in
+        # memory, and cuBLAS refuses them where they are not aligned.
+        factor = scales[0] * scales[1]
+        if into[0].shape == (len(a), len(b)):
+            return scaled_matmul(a, b, factor, dtype, *into)
+        y = scaled_matmul(a, b, factor, dtype)
+    return _finish(y, lhs, rhs, into)
 
 
 def row_product(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dtype: torch.dtype, into: Into = None
 ) -> Tensor:
     """Multiply FP8 with a scale for each row of either operand; scales multiply finished sums."""
-    (a, scale_a), (b, scale_b) = (_aligned_rows(q.codes, q.scales) for q in (lhs, rhs))
-    rows, dtype = ScalingType.RowWise, _fp8_output(out_dtype)
+    (a, scale_a), (b, scale_b) = (_row_operand(operand) for operand in (lhs, rhs))
+    rows = ScalingType.RowWise
     y = F.scaled_mm(a, b.t(), scale_a, rows, scale_b.t(), rows, output_dtype=dtype)
-    return _finish(y, lhs, rhs, bias, out_dtype)
+    return _finish(y, lhs, rhs, into)
+
+
+def _row_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    codes, scales = _aligned(operand.codes), operand.scales
+    missing = codes.shape[0] - scales.shape[0]
+    return codes, F.pad(scales, (0, 0, 0, missing), value=1.0) if missing else scales
 
 
 def folded_product(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dtype: torch.dtype, into: Into = None
 ) -> Tensor:
-    """Multiply codes folded to FP8 with a scale a tensor, now or when they were written."""
-    return tensor_product(*folded_pair(lhs, rhs), bias, out_dtype)
-
-
-def folded_product_to(
-    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, beta: bool | Tensor
-) -> None:
-    """Write the product of folded codes to ``out`` (FP32 or BF16), or add it to that."""
-    tensor_product_to(out, *folded_pair(lhs, rhs), beta)
+    """Multiply codes folded to FP8 with a scale per tensor, now or when they were written."""
+    return tensor_product(*folded_pair(lhs, rhs), dtype, into)
 
 
 def folded_pair(
     lhs: QuantizedTensor, rhs: QuantizedTensor, inexact: Tensor | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Fold what is not FP8 with a scale a tensor; count the rounded values in ``inexact``."""
+    """Fold what is not FP8 with a scale per tensor; count the rounded values in ``inexact``."""
 
     def folded(operand: QuantizedTensor, left: bool, partner: BlockFormat) -> QuantizedTensor:
         if isinstance(operand.format, FP8Tensor):
@@ -188,48 +159,6 @@ def folded_pair(
         return fold(operand, folded_format(operand.format, left, partner), inexact)
 
     return folded(lhs, True, rhs.format), folded(rhs, False, lhs.format)
-
-
-def _aligned_rows(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    codes = _aligned(codes)
-    missing = codes.shape[0] - scales.shape[0]
-    scales = F.pad(scales, (0, 0, 0, missing), value=1.0) if missing else scales
-    return codes, scales
-
-
-def dequantized_product(
-    lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """Multiply dequantized operands in FP32, as the reference does."""
-    return reference(plain(lhs), plain(rhs), bias, out_dtype=out_dtype)
-
-
-def with_means(
-    lhs: GpuOperand, rhs: GpuOperand, has_tensor_cores: bool
-) -> tuple[GpuOperand, GpuOperand]:
-    """Return operands, decoded where the mean of their rows was split off.
-
-    Both are exact in BF16 then, or one becomes FP32 values.
-    """
-    if not _lacks_mean(lhs) and not _lacks_mean(rhs):
-        return lhs, rhs
-    exact = has_tensor_cores and is_exact(lhs) and is_exact(rhs)
-    decode = exact_values if exact else QuantizedTensor.dequantize
-    return (
-        decode(lhs) if _lacks_mean(lhs) else lhs,  # type: ignore[arg-type]
-        decode(rhs) if _lacks_mean(rhs) else rhs,  # type: ignore[arg-type]
-    )
-
-
-def _lacks_mean(operand: GpuOperand) -> bool:
-    return isinstance(operand, QuantizedTensor) and operand.mean is not None
-
-
-def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
-    """Return the operand as the reference takes it."""
-    if isinstance(operand, ExactBF16):
-        return operand.dequantize()
-    return operand.of.transpose() if isinstance(operand, Transposed) else operand
 
 
 def _aligned(codes: Tensor, columns: int = _ALIGNMENT, least: int = 0) -> Tensor:
@@ -241,35 +170,42 @@ def _aligned(codes: Tensor, columns: int = _ALIGNMENT, least: int = 0) -> Tensor
     return F.pad(codes.view(torch.uint8), (0, right, 0, bottom)).view(codes.dtype)
 
 
-def _fp8_output(out_dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if out_dtype is torch.float32 else torch.bfloat16
+def _finish(y: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, into: Into) -> Tensor:
+    """Cut off what was added for alignment; write or add the rest to a tensor that is given."""
+    shape = lhs.shape[0], rhs.shape[0]
+    y = y if y.shape == shape else y[: shape[0], : shape[1]]
+    return y.contiguous() if into is None else accumulate_into(*into, y)
 
 
-def _finish(
-    y: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Cut off what was added for alignment; add the bias."""
-    rows, columns = lhs.shape[0], rhs.shape[0]
-    if y.shape != (rows, columns):
-        y = y[:rows, :columns].contiguous()
-    y = y if bias is None else y + bias
-    return y if y.dtype is dtype else y.to(dtype)
-
-
-PRODUCTS = {
+GEMMS = {
     routes.TILES: tile_product,
     routes.TENSORS: tensor_product,
     routes.ROWS: row_product,
     routes.FOLDED: folded_product,
     routes.EXACT: exact_product,
-    routes.DEQUANTIZED: dequantized_product,
 }
-"""Function of each route."""
+"""Function of each route; what is dequantized is multiplied by the reference."""
 
-PRODUCTS_TO = {
-    routes.TILES: tile_product_to,
-    routes.TENSORS: tensor_product_to,
-    routes.FOLDED: folded_product_to,
-    routes.EXACT: exact_product_to,
-}
-"""Functions that write a product to a tensor or add it to that: all but tiles' inside the GEMM."""
+
+def with_means(
+    lhs: GpuOperand, rhs: GpuOperand, has_tensor_cores: bool
+) -> tuple[GpuOperand, GpuOperand]:
+    """Return operands, decoded where the mean of their rows was split off.
+
+    Both are exact in BF16 then, or one becomes FP32 values.
+    """
+    pair = lhs, rhs
+    lacks_mean = [isinstance(q, QuantizedTensor) and q.mean is not None for q in pair]
+    if not any(lacks_mean):
+        return lhs, rhs
+    exact = has_tensor_cores and is_exact(lhs) and is_exact(rhs)
+    decode = exact_values if exact else QuantizedTensor.dequantize
+    left, right = (decode(q) if lacks else q for q, lacks in zip(pair, lacks_mean, strict=True))
+    return left, right
+
+
+def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
+    """Return the operand as the reference takes it."""
+    if isinstance(operand, ExactBF16):
+        return operand.dequantize()
+    return operand.of.transpose() if isinstance(operand, Transposed) else operand

@@ -1,21 +1,22 @@
-"""Table of GEMM routes on a GPU: tensor cores for each pair of formats, and forms of operands.
+"""Choice of kernels on a GPU, without Triton: the GEMM of each pair of formats, forms of operands.
 
-The first route that takes both formats on a device is the pair's; ``gemm.py`` carries it out.
+:func:`route` is the table of GEMMs; ``gemm.py`` has a function for each route.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from megatron_lowbit.numerics import Request
+from megatron_lowbit.numerics import Request, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
 from megatron_lowbit.numerics.formats import E5M2
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 
 class Form(Enum):
@@ -24,78 +25,42 @@ class Form(Enum):
     CODES = 0
     """Codes and scales of its format, which says how many bits they take."""
     BF16 = 16
-    """Exact BF16 numbers, with a scale a tensor."""
+    """Exact BF16 numbers, with a scale per tensor."""
     FOLDED = 8
-    """FP8 with a scale a tensor (``numerics/folding.py``)."""
+    """FP8 with a scale per tensor (``numerics/folding.py``)."""
 
 
 Format = BlockFormat | None
 """A format, or None for an operand in BF16."""
 MIN_CAPABILITY = (8, 9)
 """From here on GPUs cast to FP8 and multiply it; before, everything is dequantized."""
+WIDEST_ROW = 2**15
+"""Columns that a program of a norm can hold."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One way to multiply.
+    """A GEMM of quantized operands.
 
-    ``takes(lhs, rhs, capability)`` says for which formats and devices. ``form`` is that in which
-    its operands are best written.
+    ``form`` is the form in which its operands are best written. ``adds``: it adds its product to a
+    sum itself.
     """
 
     name: str
     accumulation: str
-    takes: Callable[[Format, Format, tuple[int, int]], bool]
     form: Form = Form.CODES
+    adds: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}, {self.accumulation}"
 
 
-def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    both = isinstance(lhs, FP8Tile) and isinstance(rhs, FP8Tile)
-    return (
-        both
-        and capability[0] == 9
-        and lhs.block == rhs.block == TILE
-        and 1 in (lhs.block_rows, rhs.block_rows)
-        and not lhs.element == rhs.element == E5M2
-    )
-
-
-def _takes_tensors(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    both = isinstance(lhs, FP8Tensor) and isinstance(rhs, FP8Tensor)
-    return both and not lhs.element == rhs.element == E5M2
-
-
-def _takes_rows(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    # cuBLAS has scales a row on Hopper alone; elsewhere torch's kernel gives no FP32 product.
-    both = isinstance(lhs, FP8Row) and isinstance(rhs, FP8Row)
-    return both and capability[0] == 9 and not lhs.element == rhs.element == E5M2
-
-
-def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    both = all(f is not None and (f.folds or isinstance(f, FP8Tensor)) for f in (lhs, rhs))
-    if not both or lhs.element == rhs.element == E5M2:
-        return False
-    # cuBLAS multiplies 1x128 with 128x128 tiles at nine tenths of the speed, 1x128 with 1x128 at
-    # seven. Folding E5M2 with weights loses nothing; inputs in E4M3 would, beside outliers.
-    wide = E5M2 in (lhs.element, rhs.element)
-    return wide or not _takes_tiles(lhs, rhs, capability) or lhs.block_rows == rhs.block_rows
-
-
-def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    return all(format is None or format.exact_in_bf16 for format in (lhs, rhs))
-
-
-TILES = Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles)
-TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_tensors)
-ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted", _takes_rows)
-FOLDED = Route(
-    "folded to FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_folded, Form.FOLDED
-)
-EXACT = Route("exact BF16", "FP32", _takes_exact, Form.BF16)
-DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
+TILES = Route("FP8 tiles", "FP32, promoted every 128 products")
+TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", adds=True)
+ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted")
+FOLDED = Route("folded to FP8 tensors", TENSORS.accumulation, Form.FOLDED, adds=True)
+EXACT = Route("exact BF16", "FP32", Form.BF16, adds=True)
+DEQUANTIZED = Route("dequantized to FP32", "FP32")
 
 
 @cache
@@ -104,44 +69,55 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool =
 
     Without ``folding`` operands are multiplied as they are.
     """
-    if capability < MIN_CAPABILITY:
-        return DEQUANTIZED
-    folded = (FOLDED,) if folding else ()
-    table = (TENSORS, ROWS, *folded, TILES, EXACT, DEQUANTIZED)
-    return next(one for one in table if one.takes(lhs, rhs, capability))
+
+    def both(*types: type) -> bool:
+        return isinstance(lhs, types) and isinstance(rhs, types)
+
+    hopper, supported = capability[0] == 9, capability >= MIN_CAPABILITY
+    quantized = both(BlockFormat) and supported
+    # No tensor core multiplies E5M2 with E5M2.
+    fp8 = quantized and not lhs.element == rhs.element == E5M2
+    tiles = fp8 and hopper and both(FP8Tile) and lhs.block == rhs.block == TILE
+    tiles = tiles and 1 in (lhs.block_rows, rhs.block_rows)
+    # cuBLAS multiplies 1x128 with 128x128 tiles at nine tenths of the speed, 1x128 with 1x128 at
+    # seven. Folding E5M2 with weights loses nothing; inputs in E4M3 would, beside outliers.
+    wide = fp8 and E5M2 in (lhs.element, rhs.element)
+    folds = fp8 and (wide or not tiles or lhs.block_rows == rhs.block_rows)
+    table = {
+        TENSORS: fp8 and both(FP8Tensor),
+        # cuBLAS has scales per row only on Hopper; elsewhere torch's kernel gives no FP32 product.
+        ROWS: fp8 and hopper and both(FP8Row),
+        FOLDED: folding and folds and all(f.folds or isinstance(f, FP8Tensor) for f in (lhs, rhs)),
+        TILES: tiles,
+        EXACT: supported and all(f is None or f.exact_in_bf16 for f in (lhs, rhs)),
+        DEQUANTIZED: True,
+    }
+    return next(one for one, takes in table.items() if takes)
 
 
-def _form(kind: Request, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
-    """Return the form that the GEMM takes; beside an operand in FP32, codes."""
+def _gemm_form(kind: Request, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
+    """Return the form that the GEMM takes: codes next to an operand in FP32."""
     if kind.partner is None and dtype is not torch.bfloat16:
         return Form.CODES
     return route(kind.quantizer.format, kind.partner, capability, kind.folding).form
 
 
 @cache
-def written_form(kind: Request | None, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
+def written_form(
+    kind: Request | None, dtype: torch.dtype, capability: tuple[int, int], many: bool = False
+) -> Form:
     """Return the form to write an operand in, for a request's kind and the matrix's dtype.
 
-    Codes where the GEMM's form is too large, or codes are asked for.
+    Codes where they are asked for, or are saved and smaller than the GEMM's form. Of ``many``
+    operands those that are saved are folded now: later it would take a launch for each.
     """
     if kind is None or kind.needs_codes:
         return Form.CODES
-    form, format = _form(kind, dtype, capability), kind.quantizer.format
+    form, format = _gemm_form(kind, dtype, capability), kind.quantizer.format
     if form is Form.FOLDED and not format.folds:
-        return Form.CODES  # it is FP8 with a scale a tensor already
-    return Form.CODES if kind.saved and form.value > format.bits_per_element else form
-
-
-class Forms(NamedTuple):
-    """Forms of both sides' operands.
-
-    ``shared``: one operand serves both, which is quantized along columns, whose blocks stay within
-    a thread.
-    """
-
-    row: Form
-    col: Form
-    shared: bool
+        return Form.CODES  # it is FP8 with a scale per tensor already
+    saves_codes = kind.saved and not (many and form is Form.FOLDED)
+    return Form.CODES if saves_codes and form.value > format.bits_per_element else form
 
 
 @cache
@@ -151,29 +127,41 @@ def forms_of(
     same: bool,
     dtype: torch.dtype,
     capability: tuple[int, int],
-) -> Forms | None:
+    many: bool = False,
+) -> tuple[Form, Form, bool] | None:
     """Return the forms in which kernels write both sides of a matrix; None without kernels.
 
     ``row`` and ``col`` are requests' kinds. ``same``: both sides are of one request, for square
-    blocks, whose column operand is that of the transpose.
+    blocks, whose column operand is that of the transpose. ``many`` is as for :func:`written_form`.
+
+    Returns:
+        Both sides' forms, and True if one operand serves both, which is quantized along columns,
+        whose blocks stay within a thread.
     """
     if any(kind is not None and not kind.quantizer.has_kernel for kind in (row, col)):
         return None
+    shared = False
     if same and row is not None:
         col = row.of_transpose.kind
-        first, second = (_form(kind, dtype, capability) for kind in (row, col))
-        if first is second is Form.BF16:
-            form = written_form(row, dtype, capability)
-            return Forms(form, form, True)
-    return Forms(written_form(row, dtype, capability), written_form(col, dtype, capability), False)
+        shared = all(_gemm_form(kind, dtype, capability) is Form.BF16 for kind in (row, col))
+    form = written_form(row, dtype, capability, many)
+    return form, form if shared else written_form(col, dtype, capability, many), shared
 
 
-@cache
-def form_of_many(kind: Request | None, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
-    """Return the form to write many operands in: what is saved is folded now.
+def takes_norm(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
+    """Check whether one kernel normalizes and quantizes x (R, C).
 
-    Later it would take a launch for each.
+    It takes the usual norms, blocks of one row, and rounding to nearest.
     """
-    if kind is not None and _form(kind, dtype, capability) is Form.FOLDED:
-        kind = replace(kind, saved=False).kind
-    return written_form(kind, dtype, capability)
+    quantizer = request.quantizer
+    return (
+        (isinstance(norm, RMSNorm) or norm.p in (1, 2))
+        and quantizer.rounding is Rounding.NEAREST_EVEN
+        and quantizer.has_kernel
+        and quantizer.format.block_rows == 1
+        and request.hadamard is None
+        and x.numel() > 0
+        and x.shape[1] <= WIDEST_ROW
+        and x.shape[1] % quantizer.format.block == 0
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )

@@ -225,7 +225,7 @@ class LinearContext:
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
-        ``beta`` is as for :meth:`Engine.product_to`. ``rhs`` is fprop's own operand where dgrad or
+        ``beta`` is as for :meth:`Engine.gemm`. ``rhs`` is fprop's own operand where dgrad or
         wgrad takes its values, and may be a ``LazyTranspose``. Each rank falls back for its own
         product: of one that is to be summed over ranks, for its own term.
         """
@@ -236,12 +236,13 @@ class LinearContext:
         if self.plan()[name, GEMM_ROLES[name][1]].source is Source.VALUES:
             right = engine.transpose(right, left)
         if out is not None and precision.accumulation is None and precision.fallback is None:
-            return engine.product_to(out, left, right, beta, precision.folding)
+            into = out, beta
+            return engine.gemm(left, right, None, None, torch.float32, precision.folding, into)
         y = engine.gemm(left, right, bias, precision.accumulation, dtype, precision.folding)
         if precision.fallback is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, lhs, rhs, bias, count)
-        return y if out is None else accumulate_into(out, y, beta)
+        return y if out is None else accumulate_into(out, beta, y)
 
 
 def _largest(amaxes: Sequence[Tensor | None]) -> Tensor | None:

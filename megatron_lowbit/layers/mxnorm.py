@@ -10,6 +10,7 @@ Source: "MXNorm" (arXiv 2603.13180), section 3.7 and appendices E and F:
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class _MXNormLinear(torch.autograd.Function):
                 context,
                 weight,
                 lambda dtype, out, beta: (
-                    gained.to(dtype) if out is None else accumulate_into(out, gained, beta)
+                    gained.to(dtype) if out is None else accumulate_into(out, beta, gained)
                 ),
             )
         return (
@@ -118,11 +119,10 @@ def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Te
         return operands.quantize_gathered(context, Gemm.FPROP, x.float() * rho), rho
     request = context.request(Gemm.FPROP, Role.INPUT, len(x))
     assert request is not None, "norm_block raises for an input in high precision"
-    amax = None
+    scale_amax = None
     if context.shares_amax(Gemm.FPROP, Role.INPUT):
-        own = context.engine.normalized_amax(x, norm, request)
-        amax = context.scale_amax(Gemm.FPROP, Role.INPUT, own)
-    by_row, rho = context.engine.normalize(x, norm, request, amax)
+        scale_amax = partial(context.scale_amax, Gemm.FPROP, Role.INPUT)
+    by_row, rho = context.engine.normalize(x, norm, request, scale_amax)
     return start_gather(by_row, context.shards.group)() if split else by_row, rho
 
 

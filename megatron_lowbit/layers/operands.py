@@ -216,7 +216,7 @@ def accumulate_wgrad_into(
 
 
 class MainGrad(NamedTuple):
-    """Main gradient (N, K) of a weight; ``beta`` is as for :meth:`Engine.product_to`."""
+    """Main gradient (N, K) of a weight; ``beta`` is as for :meth:`Engine.gemm`."""
 
     sums: Tensor
     beta: bool | Tensor

@@ -177,7 +177,7 @@ def test_products(pair, dtype, shape):
     zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     for beta, there in ((True, before), (one, before), (False, before), (zero, 0 * before)):
         total = there.clone()
-        assert engine.product_to(total, left, right, beta) is total
+        assert engine.gemm(left, right, into=(total, beta)) is total
         expected = product if beta is False else there.double() + product
         assert ((total.double() - expected).abs() <= bound + 2.0**-23 * expected.abs()).all()
 

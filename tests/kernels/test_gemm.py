@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.kernels import gemm
+from megatron_lowbit.kernels import gemm, routes
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.numerics import FORMATS, Quantizer, folding, format_by_name
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
@@ -86,15 +86,13 @@ def operand(name: str, rows: int, columns: int, seed: int):
 
 
 ROUTES = {
-    "tiles": (gemm.tile_product, gemm.tile_product_to, "fp8-1x128-e4m3", "fp8-128x128-e4m3"),
-    "tiles, both 1x128": (
-        gemm.tile_product, gemm.tile_product_to, "fp8-1x128-e4m3", "fp8-1x128-e5m2",
-    ),
-    "tensors": (gemm.tensor_product, gemm.tensor_product_to, "fp8-tensor-e4m3", "fp8-tensor-e5m2"),
-    "rows": (gemm.row_product, None, "fp8-row-e4m3", "fp8-row-e4m3"),
-    "exact": (gemm.exact_product, gemm.exact_product_to, "nvfp4", "nvfp4"),
-    "exact and BF16": (gemm.exact_product, gemm.exact_product_to, "nvfp4", "bf16"),
-}  # fmt: skip
+    "tiles": (routes.TILES, "fp8-1x128-e4m3", "fp8-128x128-e4m3"),
+    "tiles, both 1x128": (routes.TILES, "fp8-1x128-e4m3", "fp8-1x128-e5m2"),
+    "tensors": (routes.TENSORS, "fp8-tensor-e4m3", "fp8-tensor-e5m2"),
+    "rows": (routes.ROWS, "fp8-row-e4m3", "fp8-row-e4m3"),
+    "exact": (routes.EXACT, "nvfp4", "nvfp4"),
+    "exact and BF16": (routes.EXACT, "nvfp4", "bf16"),
+}
 SHAPES = [(48, 32, 256), (37, 21, 200)]
 """Tokens, outputs and inputs: aligned, and not."""
 
@@ -104,10 +102,10 @@ def exact_values(operand) -> Tensor:
 
 
 def case(route: str, shape: tuple[int, int, int]) -> tuple:
-    product, product_to, left, right = ROUTES[route]
+    function, left, right = ROUTES[route]
     m, n, k = shape
     lhs, rhs = operand(left, m, k, 1), operand(right, n, k, 2)
-    return product, product_to, lhs, rhs, exact_values(lhs) @ exact_values(rhs).t()
+    return function, lhs, rhs, exact_values(lhs) @ exact_values(rhs).t()
 
 
 def check(y: Tensor, expected: Tensor) -> None:
@@ -118,22 +116,24 @@ def check(y: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("route", ROUTES)
 def test_product(route, shape):
-    product, _, lhs, rhs, expected = case(route, shape)
-    check(product(lhs, rhs, None, torch.float32), expected)
+    *operands, expected = case(route, shape)
+    check(gemm.multiply(*operands, None, torch.float32), expected)
     bias = torch.full((shape[1],), 7.0)
-    check(product(lhs, rhs, bias, torch.float32), expected + 7.0)
+    check(gemm.multiply(*operands, bias, torch.float32), expected + 7.0)
 
 
 @pytest.mark.parametrize("beta", [False, True, torch.tensor(0.0), torch.tensor(1.0)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("route", [name for name, route in ROUTES.items() if route[1]])
+@pytest.mark.parametrize("route", ROUTES)
 def test_product_into_a_sum(route, shape, beta):
     """With beta as a tensor that holds 0, the sum holds zeros: a GEMM may read them or not."""
-    _, product_to, lhs, rhs, expected = case(route, shape)
+    *operands, expected = case(route, shape)
     start = 0.0 if isinstance(beta, Tensor) and not beta else 3.0 * expected.abs().max().item()
     out = torch.full(expected.shape, start)
-    product_to(out, lhs, rhs, beta)
+    assert gemm.multiply(*operands, None, torch.float32, (out, beta)) is out
     check(out, expected + (start if beta is not False else 0.0))
+    rows = torch.full((len(out), 2 * out.shape[1]), start)[:, : out.shape[1]]  # not contiguous
+    check(gemm.multiply(*operands, None, torch.float32, (rows, beta)), out.double())
 
 
 def test_folded_product(monkeypatch):
@@ -143,14 +143,14 @@ def test_folded_product(monkeypatch):
     left = folding.fold(lhs, folding.folded_format(lhs.format, True, rhs.format))
     right = folding.fold(rhs, folding.folded_format(rhs.format, False, lhs.format))
     check(
-        gemm.folded_product(lhs, rhs, None, torch.float32),
+        gemm.multiply(routes.FOLDED, lhs, rhs, None, torch.float32),
         exact_values(left) @ exact_values(right).t(),
     )
 
 
 def test_an_operand_without_its_tensor_scale_is_noticed():
     """The stand-ins themselves: a scale that is dropped changes the product."""
-    product, _, lhs, rhs, expected = case("exact", SHAPES[0])
-    y = product(replace(lhs, tensor_scale=None), rhs, None, torch.float32)
+    route, lhs, rhs, expected = case("exact", SHAPES[0])
+    y = gemm.multiply(route, replace(lhs, tensor_scale=None), rhs, None, torch.float32)
     with pytest.raises(AssertionError):
         check(y, expected)

@@ -1,4 +1,4 @@
-"""A norm and the cast in one kernel: the bits of the reference, one after the other."""
+"""A norm and the cast in one kernel, and a norm's backward pass: the bits of the reference."""
 
 from itertools import product
 
@@ -7,11 +7,10 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.norm import normalize_quantize
-from megatron_lowbit.kernels.norm_cases import takes
+from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize
 from megatron_lowbit.kernels.operands import ExactBF16
-from megatron_lowbit.kernels.routes import Form
-from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding
+from megatron_lowbit.kernels.routes import Form, takes_norm
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding, mxnorm
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.formats import E2M1, E4M3
 from megatron_lowbit.numerics.mxnorm import MXNorm
@@ -36,6 +35,9 @@ NORMS = {
     "post-round": MXNorm(p=1, rounded=True),
     "RMSNorm": RMSNorm(),
 }
+
+
+BOTH_NORMS = pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
 
 
 def check(x, format, norm, form=Form.CODES):
@@ -72,12 +74,12 @@ def test_the_references_bits(name, norm):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
+@BOTH_NORMS
 def test_other_dtypes(norm, dtype):
     check(values(RAGGED, 512, dtype), "mxfp8-e4m3", norm)
 
 
-@pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
+@BOTH_NORMS
 @pytest.mark.parametrize("block", [64, 16])
 def test_other_tiles(block, norm):
     for scale_format in ("fp32", "pow2"):
@@ -85,7 +87,7 @@ def test_other_tiles(block, norm):
         check(values(RAGGED, 384), FORMATS["fp8-1x128-e4m3"].with_options(**options), norm)
 
 
-@pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
+@BOTH_NORMS
 @pytest.mark.parametrize(
     "columns", [128, 384, *(pytest.param(c, marks=pytest.mark.slow) for c in (640, 896))]
 )
@@ -144,17 +146,59 @@ def test_rows_of_zeros_and_what_is_no_number():
 
 def test_what_one_kernel_does_not_take_goes_the_long_way():
     x, nearest = values(32, 256), Quantizer(FORMATS["mxfp8-e4m3"])
-    assert takes(x, MXNorm(), Request(nearest))
+    assert takes_norm(x, MXNorm(), Request(nearest))
     for norm, quantizer in (
         (MXNorm(p=3), nearest),
         (MXNorm(), Quantizer(FORMATS["mxfp8-e4m3"], Rounding.STOCHASTIC)),
         (MXNorm(), Quantizer(FORMATS["fp8-128x128-e4m3"])),
     ):
-        assert not takes(x, norm, Request(quantizer))
-    assert not takes(x[:, :200], MXNorm(), Request(nearest))
+        assert not takes_norm(x, norm, Request(quantizer))
+    assert not takes_norm(x[:, :200], MXNorm(), Request(nearest))
     case = MXNorm(p=3), Request(nearest, needs_codes=True)
     made, rho = FusedEngine((9, 0)).normalize(x, *case)
     # On the same device: powers have other last bits on a GPU.
     expected, other = ReferenceEngine("tests").normalize(x, *case)
     assert torch.equal(made.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(rho, other)
+
+
+def grad_input_and_factors(rows, columns, dtype=torch.bfloat16):
+    draws = torch.Generator().manual_seed(columns)
+    x, grad = (torch.randn(rows, columns, generator=draws).to(dtype).to(DEVICE) for _ in range(2))
+    return grad, x, MXNorm().inverse_rms(x, 32)
+
+
+def test_the_gradient_of_rms_norm():
+    """With the RMS itself for the estimate it is what autograd finds in FP64."""
+    grad, x, _ = grad_input_and_factors(8, 320, torch.float32)
+    exact = x.double().requires_grad_()
+    rho = exact.square().mean(-1, keepdim=True).rsqrt()
+    (exact * rho).backward(grad.double())
+    seen = mxnorm.norm_grad(grad, x, rho.detach().float())
+    torch.testing.assert_close(seen.double(), exact.grad, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [32, 64, 320, 384, 1024, 4096, 5120])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_references_gradient(columns, dtype):
+    for rows in (3, 16):
+        grad, x, rho = grad_input_and_factors(rows, columns, dtype)
+        expected = mxnorm.norm_grad(grad, x, rho)
+        assert expected.dtype is dtype
+        assert torch.equal(norm_grad(grad, x, rho), expected)
+
+
+def test_strides_dtypes_and_no_rows():
+    grad, x, rho = grad_input_and_factors(32, 64)
+    assert torch.equal(norm_grad(grad.float(), x, rho), mxnorm.norm_grad(grad.float(), x, rho))
+    for order in (lambda t: t[::2], lambda t: t.t().contiguous().t()):
+        other = order(grad), order(x), order(rho)
+        assert torch.equal(norm_grad(*other), mxnorm.norm_grad(*(t.contiguous() for t in other)))
+    assert norm_grad(grad[:0], x[:0], rho[:0]).shape == (0, 64)
+
+
+@pytest.mark.gpu
+def test_a_gpus_bits_are_a_cpus():
+    grad, x, rho = grad_input_and_factors(512, 4096)
+    expected = mxnorm.norm_grad(grad.cpu(), x.cpu(), rho.cpu())
+    assert torch.equal(norm_grad(grad, x, rho).cpu(), expected)

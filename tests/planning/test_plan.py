@@ -246,12 +246,11 @@ def test_gemms_go_where_the_engine_sends_them():
 
 def test_gemms_that_add_to_the_main_gradient_are_the_engines():
     from megatron_lowbit.kernels import routes
-    from megatron_lowbit.kernels.gemm import PRODUCTS_TO
 
     adding = {"bf16": routes.EXACT, "fp8 per tensor": routes.FOLDED, "fp8 per row": routes.ROWS,
               "fp8 1x128 . 128x128": routes.TILES, "fp32": routes.DEQUANTIZED}  # fmt: skip
     for name, route in adding.items():
-        assert (name in ADDS_PRODUCTS) == (route in PRODUCTS_TO and route is not routes.TILES)
+        assert (name in ADDS_PRODUCTS) == route.adds
 
 
 def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():

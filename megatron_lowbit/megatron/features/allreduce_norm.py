@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.collectives.differentiable import all_reduce_rms_norm
-from megatron_lowbit.kernels.norm_cases import takes
+from megatron_lowbit.kernels.routes import takes_norm
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.numerics import Request
@@ -96,7 +96,7 @@ class _AddAndNormalize:
         # The kernel only rounds to nearest, which needs no key.
         context = LinearContext(precision, state.plan.engine, key=0)
         request = context.request(Gemm.FPROP, Role.INPUT, rows, needs_codes=True)
-        if request is None or not takes(x.view(rows, -1), RMSNorm(), request):
+        if request is None or not takes_norm(x.view(rows, -1), RMSNorm(), request):
             return None
         format = request.quantizer.format
         return request if format.block > 1 or format.row_scaled else None
