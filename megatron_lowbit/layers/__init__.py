@@ -1,8 +1,7 @@
 """Autograd: a linear layer whose three GEMMs run as a recipe says."""
 
 from megatron_lowbit.layers.context import LinearContext, WeightCache
-from megatron_lowbit.layers.group_context import GroupContext
-from megatron_lowbit.layers.grouped import lowbit_grouped_linear
+from megatron_lowbit.layers.grouped import GroupContext, lowbit_grouped_linear
 from megatron_lowbit.layers.linear import lowbit_linear
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 

@@ -6,7 +6,7 @@ for each expert, products equal its own but for the order of sums.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,87 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Rows, RowSlices, SeparateMatrices, rows_of
+from megatron_lowbit.kernels.split import Rows, RowSlices, rows_of
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.group_context import GroupContext
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
+from megatron_lowbit.numerics import Requests, Rounding
 from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.plan import Source
+from megatron_lowbit.numerics.randomness import Key, operand_key, sign_key
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """Context of a call of several linear layers, which differ in their keys alone.
+
+    Args:
+        context: of one of them; its weight cache keeps the weights of all.
+        keys: of each; empty where the precision draws no random bits.
+    """
+
+    context: LinearContext
+    keys: Sequence[Key] = ()
+
+    def quantize(
+        self,
+        xs: Sequence[Tensor],
+        role: Role,
+        row: Gemm | None,
+        col: Gemm | None,
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Quantize each layer's x (R, C), as :meth:`LinearContext.quantize` does."""
+        rows = self._requests(row, role)
+        plan = self.context.plan()
+        serves = rows and col and plan[col, role].source is Source.TRANSPOSE
+        cols = rows if serves else self._requests(col, role)
+        if rows is None and cols is None:
+            return xs, [x.t() for x in xs]
+        left, right = self.context.engine.quantize_all(xs, rows, cols)
+        return xs if left is None else left, [x.t() for x in xs] if right is None else right
+
+    def _requests(self, gemm: Gemm | None, role: Role) -> Requests | None:
+        """Return how an operand is quantized; None for no operand, or one in high precision."""
+        if gemm is None:
+            return None
+        # Rows count from zero: experts' tokens are not split by sequence parallelism.
+        template = self.context.request(gemm, role, 0)
+        if template is None:
+            return None
+        draw_keys: Sequence[Key] = ()
+        signs: Sequence[Key] = ()
+        if template.quantizer.rounding is Rounding.STOCHASTIC:
+            draw_keys = [operand_key(key, gemm, role) for key in self.keys]
+        if template.hadamard is not None and template.hadamard.signs == "fresh":
+            signs = [sign_key(key, gemm) for key in self.keys]
+        return Requests(template, draw_keys, signs)
+
+    def multiply(
+        self,
+        gemm: Gemm,
+        lhs: Sequence[Any],
+        rhs: Sequence[Any],
+        outs: Sequence[Tensor],
+        beta: bool = False,
+    ) -> None:
+        """Write one of the three products of each layer to its out, or add it to that."""
+        precision, engine = self.context.precision.gemms[gemm], self.context.engine
+        engine.gemm_all(lhs, rhs, outs, beta, precision.accumulation, precision.folding)
+
+
+def can_group(context: LinearContext) -> bool:
+    """Return True if layers of a context's precision can be quantized and multiplied together.
+
+    All operands are quantized anew, by scales of each layer's own tensors, with known keys.
+    """
+    precision = context.precision
+    return (
+        not precision.shares_operands
+        and not precision.falls_back
+        and not isinstance(context.key, Tensor)
+        and not any(context.shares_amax(side.gemm, side.role) for side in precision.operands())
+    )
 
 
 def lowbit_grouped_linear(
@@ -64,11 +138,10 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tokens: Rows, group: GroupContext, *weights: Tensor) -> Tensor:
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
-        col = Gemm.WGRAD if keeps else None
-        inputs, kept = group.quantize(RowSlices(x, tokens), Role.INPUT, Gemm.FPROP, col)
-        by_row, by_col = operands.quantize_weight(
-            group.context, lambda: SeparateMatrices(weights), group.quantize
+        inputs, kept = group.quantize(
+            RowSlices(x, tokens), Role.INPUT, Gemm.FPROP, Gemm.WGRAD if keeps else None
         )
+        by_row, by_col = operands.quantize_weight(group.context, lambda: weights, group.quantize)
         y = x.new_empty(len(x), len(weights[0]))
         group.multiply(Gemm.FPROP, inputs, by_row, RowSlices(y, tokens))
         needs_dgrad = trains and x.requires_grad
@@ -94,27 +167,25 @@ class _GroupedLinear(torch.autograd.Function):
         dgrad = None
         if needs_dgrad:
             if dgrad_weights is None:
-                _, dgrad_weights = group.quantize(
-                    SeparateMatrices(weights), Role.WEIGHT, None, Gemm.DGRAD
-                )
+                _, dgrad_weights = group.quantize(weights, Role.WEIGHT, None, Gemm.DGRAD)
             dgrad = grad.new_empty(len(grad), weights[0].shape[1])
             group.multiply(Gemm.DGRAD, by_row, dgrad_weights, RowSlices(dgrad, tokens))
             by_row = dgrad_weights = None
         wgrads: Sequence[Tensor | None] = [None] * len(weights)
         if needs_wgrad:
-            wgrads = _deliver_wgrads(group, by_col, kept, weights)
+            wgrads = _accumulate_wgrads(group, by_col, kept, weights)
         return dgrad, None, None, *wgrads
 
 
-def _deliver_wgrads(
+def _accumulate_wgrads(
     group: GroupContext, lhs: Sequence[Any], rhs: Sequence[Any], weights: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Add each dW (N, K) to its ``main_grad`` and return stand-ins, or return each dW."""
-    found = [operands.main_grad_of(group.context, weight) for weight in weights]
-    main_grads = [one for one in found if one is not None]
-    if len(main_grads) == len(weights):
-        beta = any(one.beta is not False for one in main_grads)
-        group.multiply(Gemm.WGRAD, lhs, rhs, [one.sums for one in main_grads], beta)
+    """Add each dW (N, K) to its ``main_grad`` and return placeholders, or return each dW."""
+    main_grads = [operands.main_grad_of(group.context, weight) for weight in weights]
+    sums = [main_grad.sums for main_grad in main_grads if main_grad is not None]
+    if len(sums) == len(weights):
+        beta = any(main_grad and main_grad.beta is not False for main_grad in main_grads)
+        group.multiply(Gemm.WGRAD, lhs, rhs, sums, beta)
         return operands.added_to_main_grads(weights)
     wgrads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
     group.multiply(Gemm.WGRAD, lhs, rhs, wgrads)

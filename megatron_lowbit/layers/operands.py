@@ -119,7 +119,7 @@ def quantize_weight(
     Args:
         context: of the call.
         weight: returns the weight, where it is not in the cache.
-        quantize: quantizes the weights of several layers; None for the context's own function.
+        quantize: in place of the context's, for the weights of experts.
 
     Returns:
         Both operands. Dgrad's is None where backward quantizes it, and fprop's own (N, K) where

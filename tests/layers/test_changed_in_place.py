@@ -14,7 +14,7 @@ from megatron_lowbit.layers import (
     lowbit_grouped_linear,
     lowbit_linear,
 )
-from megatron_lowbit.layers.group_context import can_group
+from megatron_lowbit.layers.grouped import can_group
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.recipes import (

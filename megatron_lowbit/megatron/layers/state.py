@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
-from megatron_lowbit.layers.group_context import GroupContext, can_group
+from megatron_lowbit.layers.grouped import GroupContext, can_group
 from megatron_lowbit.megatron.run.steps import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
 from megatron_lowbit.numerics.gemms import GEMM_ROLES
