@@ -1,40 +1,22 @@
-"""The sum over a tensor-parallel group, the residual, the norm and the cast, as one operation."""
+"""The sum over a tensor-parallel group, the residual, the norm and the cast, as one operation.
+
+One kernel computes it over memory that the GPUs of a host share (``launch.py``). Elsewhere
+``torch.distributed`` and torch compute it step by step.
+"""
 
 import socket
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.collectives import reference
-from megatron_lowbit.collectives.result import NEW, Result, fill
 from megatron_lowbit.errors import TrainingError, say
-from megatron_lowbit.numerics import Request
+from megatron_lowbit.numerics import QuantizedTensor, Request, quantize_both
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-
-
-def missing_peers(group: dist.ProcessGroup) -> str | None:
-    """Return why the ranks of a group cannot share memory; None where they can.
-
-    All ranks call it together, and all get the same answer.
-    """
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    found: list = [None] * group.size()
-    dist.all_gather_object(found, (socket.gethostname(), device), group=group)
-    devices = sorted({device for _, device in found if device is not None})
-    if any(device is None for _, device in found):
-        return "not every rank has a GPU"
-    if len({host for host, _ in found}) > 1:
-        return "its ranks are on several hosts"
-    if len(devices) < len(found):
-        return "some ranks share a GPU"
-    for one in devices:
-        for other in devices:
-            if one != other and not torch.cuda.can_device_access_peer(one, other):
-                return f"GPU {one} cannot map the memory of GPU {other}"
-    return None
-
 
 TIME_LIMIT_S = 30.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +24,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class AllReduceNormError(TrainingError):
     """A rank did not come to a call in time, or came with another call."""
+
+
+class Result(NamedTuple):
+    """Normalized rows, their codes, and the sum with the residual; None for what is not wanted.
+
+    As a call's ``out`` it holds the tensors that are to be filled; those that are None are new.
+    """
+
+    normalized: Tensor | None = None
+    quantized: QuantizedTensor | None = None
+    total: Tensor | None = None
+
+
+NEW = Result()
+"""No buffer of the caller's."""
 
 
 class AllReduceNorm:
@@ -53,7 +50,7 @@ class AllReduceNorm:
             grow, and says so.
         time_limit: seconds after which a call without all ranks is an error.
 
-    ``choice`` says which implementation was chosen, and why.
+    ``choice`` names the implementation, and why it was chosen.
     """
 
     def __init__(
@@ -65,14 +62,14 @@ class AllReduceNorm:
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         missing = missing_peers(group)
-        if missing is None:
-            # Triton is there wherever torch has CUDA, and on few other machines.
-            from megatron_lowbit.collectives.paths import bytes_of_paths
-
-            self._share(bytes_of_paths(group.size(), capacity))
-            self.choice = f"one kernel over the shared memory of {group.size()} GPUs"
-        else:
+        if missing is not None:
             self.choice = f"torch.distributed and separate kernels: {missing}"
+            return
+        # Triton is there wherever torch has CUDA, and on few other machines.
+        from megatron_lowbit.collectives.launch import allocate, bytes_of_paths
+
+        self.buffer = allocate(group, bytes_of_paths(group.size(), capacity))
+        self.choice = f"one kernel over the shared memory of {group.size()} GPUs"
 
     def __call__(
         self,
@@ -96,9 +93,9 @@ class AllReduceNorm:
             gain: (C,), of an RMSNorm.
             request: how the normalized rows are quantized, along rows, in place of rows in x's
                 dtype. RMSNorm's are rounded to x's dtype before, as between two layers.
-            keep_normalized: whether the rows in x's dtype are wanted beside codes.
+            keep_normalized: whether the rows in x's dtype are wanted as well as codes.
             keep_total: whether the sum is wanted as well.
-            path: one of ``PATHS`` in place of the table's.
+            path: one of ``launch.PATHS`` in place of the table's.
             out: tensors to fill; what is None there is new.
 
         Raises:
@@ -118,29 +115,28 @@ class AllReduceNorm:
         if request is None and isinstance(norm, MXNorm):
             raise ValueError("MXNorm needs a request: its blocks are those of a format")
         if self.buffer is None:
-            rows, codes, total = reference.all_reduce_norm(
-                self.group, x, residual, norm, gain, request
-            )
-            keep_rows = keep_normalized or request is None
-            made = Result(rows if keep_rows else None, codes, total if keep_total else None)
-            return fill(out, made)
-        from megatron_lowbit.collectives.launch import launch, plan_of
+            made = all_reduce_norm(self.group, x, residual, norm, gain, request)
+            if not keep_normalized and request is not None:
+                made = made._replace(normalized=None)
+            return fill(out, made if keep_total else made._replace(total=None))
+        from megatron_lowbit.collectives.launch import launch
 
         self.check()
+        captures = torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream()
+        if not captures and self._event is not None and stream != self._stream:
+            stream.wait_event(self._event)  # after the last call, which was on another stream
         keep = keep_normalized, keep_total
-        plan = plan_of(self.buffer.ranks, x, residual, norm, gain, request, keep, path)
-        if plan.size > self.buffer.size:
-            if torch.cuda.is_current_stream_capturing():
-                raise ValueError(f"buffers cannot grow in a graph: capacity below {x.nbytes} bytes")
-            say(f"all-reduce + norm: buffers grow for {x.nbytes} bytes")
-            self._share(plan.size)
-        self._follow()
-        made = launch(self.buffer, x, residual, norm, gain, request, plan, self.limit, out)
-        if not torch.cuda.is_current_stream_capturing():
-            self._event.record()
-        else:
+        result = launch(
+            self.buffer, x, residual, norm, gain, request, keep, path, self.limit, out, self._grow
+        )
+        if captures:
             self.buffer.captured = True
-        return made
+            return result
+        self._event = self._event or torch.cuda.Event()
+        self._event.record()
+        self._stream = stream
+        return result
 
     def check(self) -> None:
         """Raise what a kernel has reported; one that still runs reports later."""
@@ -150,20 +146,155 @@ class AllReduceNorm:
 
                 raise AllReduceNormError(f"all-reduce + norm: {reason(buffer)}")
 
-    def _share(self, size: int) -> None:
-        from megatron_lowbit.collectives.symmetric_buffer import allocate
+    def _grow(self, x: Tensor, size: int) -> Any:
+        """Return a larger ``SymmetricBuffer``, for a call with x."""
+        from megatron_lowbit.collectives.launch import allocate
 
-        if self.buffer is not None and self.buffer.captured:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"buffers cannot grow in a graph: capacity below {x.nbytes} bytes")
+        say(f"all-reduce + norm: buffers grow for {x.nbytes} bytes")
+        if self.buffer.captured:
             self._outgrown.append(self.buffer)
         self.buffer = allocate(self.group, size)
+        return self.buffer
 
-    def _follow(self) -> None:
-        """Order this call after the last one, also where that was on another stream."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        stream = torch.cuda.current_stream()
-        if self._event is None:
-            self._event = torch.cuda.Event()
-        elif stream != self._stream:
-            stream.wait_event(self._event)
-        self._stream = stream
+
+def missing_peers(group: dist.ProcessGroup) -> str | None:
+    """Return why the ranks of a group cannot share memory; None where they can.
+
+    All ranks call it together, and all get the same answer.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    ranks: list = [None] * group.size()
+    dist.all_gather_object(ranks, (socket.gethostname(), device), group=group)
+    hosts, devices = ({*values} for values in zip(*ranks, strict=True))
+    if None in devices:
+        return "not every rank has a GPU"
+    if len(hosts) > 1:
+        return "its ranks are on several hosts"
+    if len(devices) < len(ranks):
+        return "some ranks share a GPU"
+    for one in sorted(devices):
+        for other in sorted(devices - {one}):
+            if not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} cannot map the memory of GPU {other}"
+    return None
+
+
+def all_reduce_norm(
+    group: dist.ProcessGroup,
+    x: Tensor,
+    residual: Tensor | None,
+    norm: MXNorm | RMSNorm,
+    gain: Tensor | None,
+    request: Request | None,
+) -> Result:
+    """Compute the operation by ``torch.distributed`` and torch, step by step.
+
+    The ranks' rows are added up in FP32, in the order of the group's library, the residual last.
+    RMSNorm's rows are quantized as they are between two layers, in x's dtype; MXNorm's in FP32.
+    """
+    total = x.to(torch.float32, copy=True)
+    dist.all_reduce(total, group=group)
+    if residual is not None:
+        total = total + residual.float()
+    total = total.to(x.dtype)
+    normalized = norm.normalize(total, 1 if request is None else request.quantizer.format.block)
+    if gain is not None:
+        normalized = normalized * gain.float()
+    rounded = normalized.to(x.dtype)
+    if request is None:
+        return Result(rounded, None, total)
+    source = rounded if isinstance(norm, RMSNorm) else normalized
+    return Result(rounded, quantize_both(source, request, None)[0], total)
+
+
+def fill(out: Result, made: Result) -> Result:
+    """Copy a result into the buffers of ``out``; what has none stays as it is.
+
+    Raises:
+        ValueError: a buffer for what is not wanted, or unlike it.
+    """
+    device = tensors_of(made.normalized if made.quantized is None else made.quantized)[0].device
+    check_buffers(out, made, device)
+    for buffer, value in zip(out, made, strict=True):
+        if buffer is not None:
+            for target, source in zip(tensors_of(buffer), tensors_of(value), strict=True):
+                target.copy_(source)
+    pairs = zip(out, made, strict=True)
+    return Result(*(value if buffer is None else buffer for buffer, value in pairs))
+
+
+def check_buffers(out: Result, wanted: Result, device: torch.device) -> None:
+    """Raise ValueError unless a call on ``device`` can fill ``out`` as it makes ``wanted``.
+
+    That may be on the meta device, and has None for what the call does not make.
+    """
+    for name, buffer, like in zip(Result._fields, out, wanted, strict=True):
+        if buffer is None:
+            continue
+        if like is None:
+            raise ValueError(f"out.{name}: this call does not make it")
+        if isinstance(like, QuantizedTensor) and buffer.format != like.format:
+            raise ValueError(f"out.{name}: its format is {buffer.format}, the call's {like.format}")
+        for one, other in zip(tensors_of(buffer), tensors_of(like), strict=True):
+            if one.device != device:
+                raise ValueError(f"out.{name}: it is on {one.device}, x on {device}")
+            if (one.shape, one.dtype) != (other.shape, other.dtype) or not one.is_contiguous():
+                raise ValueError(
+                    f"out.{name}: {one.dtype} {tuple(one.shape)} is no contiguous {other.dtype} "
+                    f"{tuple(other.shape)}"
+                )
+
+
+def tensors_of(value: Tensor | QuantizedTensor) -> list[Tensor]:
+    """Return the tensors of one field of a result."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [value.codes, value.scales, value.tensor_scale]
+
+
+class _AllReduceRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, residual: Tensor, gain: Tensor, eps: float, run: AllReduceNorm,
+        request: Request | None,
+    ):  # fmt: skip
+        rows = [tensor.reshape(-1, x.shape[-1]).contiguous() for tensor in (x, residual)]
+        # No views: megatron-core replaces a view by a new tensor, which nothing was handed for.
+        normalized, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in rows)
+        out = Result(normalized=normalized.view_as(rows[0]), total=total.view_as(rows[0]))
+        codes = run(*rows, RMSNorm(eps), gain, request, keep_normalized=True, out=out).quantized
+        ctx.save_for_backward(total, gain)
+        ctx.eps = eps
+        return normalized, total, codes
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_normalized: Tensor, grad_total: Tensor, _):
+        total, gain = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            normalized = F.rms_norm(total, gain.shape, gain, ctx.eps)
+        grad, grad_gain = torch.autograd.grad(normalized, (total, gain), grad_normalized)
+        # An all-reduce's backward is no all-reduce: every rank has the whole gradient.
+        grad = grad + grad_total
+        return grad, grad, grad_gain, None, None, None
+
+
+def all_reduce_rms_norm(
+    run: AllReduceNorm,
+    x: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    eps: float,
+    request: Request | None = None,
+) -> tuple[Tensor, Tensor, QuantizedTensor | None]:
+    """Normalize the sum of all ranks' x (..., K) and the residual by RMSNorm times gain (K,).
+
+    Gradients are those of an all-reduce, an addition and torch's RMSNorm one after another.
+
+    Returns:
+        The normalized rows (..., K), the sum (..., K), and the rows' codes (R, K) where a
+        ``request`` says how they are quantized.
+    """
+    return _AllReduceRMSNorm.apply(x, residual, gain, eps, run, request)

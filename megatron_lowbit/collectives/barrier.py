@@ -23,7 +23,7 @@ BARRIERS = tl.constexpr(512)
 TAG_BITS = tl.constexpr(23)
 """Bits of the tag in a word; those above number barriers, enough for 2^31 calls. No tag is 0."""
 TAGS = tl.constexpr((1 << TAG_BITS.value) - 1)
-LATE, OTHER, BROKEN = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+LATE, OTHER, BROKEN = (tl.constexpr(failure) for failure in range(1, 4))
 """Failures: a rank did not come; came with another call; had failed before."""
 
 BEGUN, WRONG, CLOCKS = (tl.constexpr(word) for word in range(3))
@@ -31,11 +31,6 @@ BEGUN, WRONG, CLOCKS = (tl.constexpr(word) for word in range(3))
 clock for each program."""
 _POLLS = tl.constexpr(1024)
 """Between looks at the clock."""
-
-
-def words(ranks: int) -> int:
-    """Return the int64 words at the start of a buffer: of programs and ranks, then shapes."""
-    return 2 * PROGRAMS.value * ranks + 2
 
 
 @triton.jit
@@ -65,12 +60,10 @@ def count(state):
 
 
 @triton.jit
-def arrive(
-    buffers, call, barrier, rank, tag, ok, RANKS: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
+def arrive(buffers, call, barrier, rank, tag, ok, RANKS: tl.constexpr):
     """Tell all ranks that this program has come; what it wrote before can be read then."""
     tl.debug_barrier()  # all of this program's writes come before its word
-    others = tl.arange(0, PADDED)
+    others = tl.arange(0, triton.next_power_of_2(RANKS))
     is_rank = others < RANKS
     word = _word(call, barrier, tl.where(ok, tag, 0)) + tl.zeros_like(others)
     words = _buffer(buffers, others, is_rank) + _slot(call, rank, RANKS)
@@ -79,14 +72,13 @@ def arrive(
 
 @triton.jit
 def wait(
-    buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS: tl.constexpr,
-    PADDED: tl.constexpr,
+    buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS: tl.constexpr
 ):  # fmt: skip
     """Wait until this program of all ranks has come.
 
     ``limit`` is in ns on a GPU, in polls elsewhere. Gives whether all ranks are still in order.
     """
-    others = tl.arange(0, PADDED)
+    others = tl.arange(0, triton.next_power_of_2(RANKS))
     is_rank = others < RANKS
     word = _word(call, barrier, tag) + tl.zeros_like(others)
     mine = _buffer(buffers, rank + tl.zeros_like(others), is_rank) + _slot(call, others, RANKS)

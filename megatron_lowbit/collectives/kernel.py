@@ -30,7 +30,7 @@ ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 def all_reduce_norm_kernel(
     x, residual, total, R, C, gain, constant, eps, y, amax_out, amax, codes, scales, tensor_scale,
     buffers, state, fault, rank, tag, shape, limit, data, half,
-    RANKS: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
+    RANKS: tl.constexpr, PATH: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def all_reduce_norm_kernel(
     data += (call & 1) * half
     gathered = data + _aligned(groups * ((RANKS - 1) * TM), C, DTYPE)
     _send(buffers, data, x, group, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS, EVEN)
-    arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
+    arrive(buffers, call, barrier, rank, tag, ok, RANKS)
     count(state)
     while group < groups:
         following = group + programs
@@ -61,18 +61,16 @@ def all_reduce_norm_kernel(
             # They are on their way while this group's rows are summed up.
             _send(buffers, data, x, following, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS,
                   EVEN)  # fmt: skip
-        ok = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS,
-                    PADDED)  # fmt: skip
+        ok = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS)
         row0 = (group * SPAN + (0 if PATH == ONE_STAGE else rank)) * TM
         parts = _sum(buffers, data, x, residual, total, group, groups, row0, rank, col0, R, C, ok,
                      RANKS, TM, TN, PARTS, EVEN)  # fmt: skip
         if PATH == GATHERED:
             for i in tl.static_range(PARTS):
-                part = parts[i].to(DTYPE)
-                _store_to_others(buffers, gathered, part, rank, row0, col0 + i * TN, R, C, RANKS,
-                                 EVEN)  # fmt: skip
+                part, col = parts[i].to(DTYPE), col0 + i * TN
+                _store_to_others(buffers, gathered, part, rank, row0, col, R, C, RANKS, EVEN)
             barrier += 1
-            arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
+            arrive(buffers, call, barrier, rank, tag, ok, RANKS)
         finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None, amax_out, amax,
                     codes, scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P, S,
                     EVEN)  # fmt: skip
@@ -81,10 +79,9 @@ def all_reduce_norm_kernel(
             _send_codes(buffers, gathered, codes, scales, rank, row0, col0, R, C, RANKS, TM, TN,
                         PARTS, BLOCK, S, EVEN)  # fmt: skip
             barrier += 1
-            arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
+            arrive(buffers, call, barrier, rank, tag, ok, RANKS)
         if PATH != ONE_STAGE:
-            ok = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS,
-                        PADDED)  # fmt: skip
+            ok = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS)
             for step in range(1, RANKS):
                 row0 = (group * RANKS + (rank + step) % RANKS) * TM
                 if PATH == COMPACT:
@@ -98,7 +95,7 @@ def all_reduce_norm_kernel(
                                 BLOCK, P, S, EVEN)  # fmt: skip
         if following < groups:
             barrier += 1
-            arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
+            arrive(buffers, call, barrier, rank, tag, ok, RANKS)
         group = following
 
 
@@ -184,13 +181,11 @@ def _send_codes(
     PER: tl.constexpr = 8 // S.element.bits
     behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
     for i in tl.static_range(PARTS):
-        at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
+        at, block, blocks = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK, C // BLOCK
         tile = load_raw(codes, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
         _store_to_others(buffers, gathered, tile, rank, row0, at, R, C // PER, RANKS, EVEN)
-        scale_tile = load_raw(
-            scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN // BLOCK, EVEN
-        )
-        _store_to_others(buffers, behind, scale_tile, rank, row0, block, R, C // BLOCK, RANKS, EVEN)
+        scale = load_raw(scales, blocks, 1, row0, block, R, blocks, TM, TN // BLOCK, EVEN)
+        _store_to_others(buffers, behind, scale, rank, row0, block, R, blocks, RANKS, EVEN)
 
 
 @triton.jit
@@ -204,17 +199,15 @@ def _take_codes(
     theirs = _shared(buffers, rank, gathered, codes.dtype.element_ty)
     their_scales = _shared(buffers, rank, behind, scales.dtype.element_ty)
     for i in tl.static_range(PARTS):
-        at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
+        at, block, blocks = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK, C // BLOCK
         tile = load_raw(theirs, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
         store_tile(codes, tile, row0, at, R, C // PER, EVEN)
-        scale_tile = load_raw(their_scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN //
-        BLOCK,
-                       EVEN)  # fmt: skip
+        scale = load_raw(their_scales, blocks, 1, row0, block, R, blocks, TM, TN // BLOCK, EVEN)
         if scales.dtype.element_ty == tl.float32:
-            scale_tile = tl.where(ok, scale_tile, float("nan"))
+            scale = tl.where(ok, scale, float("nan"))
         else:
-            scale_tile = tl.where(ok, scale_tile, 255).to(scales.dtype.element_ty)
-        store_tile(scales, scale_tile, row0, block, R, C // BLOCK, EVEN)
+            scale = tl.where(ok, scale, 255).to(scales.dtype.element_ty)
+        store_tile(scales, scale, row0, block, R, blocks, EVEN)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_lowbit.collectives.result import Result
+from megatron_lowbit.collectives.all_reduce_norm import Result
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from expected import bits, expected
 
-from megatron_lowbit.collectives.result import NEW, Result
+from megatron_lowbit.collectives.all_reduce_norm import NEW, Result
+from megatron_lowbit.collectives.launch import SymmetricBuffer, buffer_bytes, launch, reason
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -21,32 +22,18 @@ POLLS = 20_000
 FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3", "fp8-row-e4m3"]
 
 
-def empty(ranks: int) -> int:
-    """Return bytes of all buffers, which begin as zeros."""
-    from megatron_lowbit.collectives.symmetric_buffer import layout
-
-    return ranks * layout(ranks, ROOM)[1]
-
-
-def shared_area(file: str, rank: int, ranks: int):
-    """Return a symmetric buffer over a file."""
-    from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer, layout
-
-    data, size = layout(ranks, ROOM)
-    memory = torch.from_file(file, shared=True, size=ranks * size, dtype=torch.uint8)
+def shared_area(file: Path | str, rank: int, ranks: int) -> SymmetricBuffer:
+    """Return a symmetric buffer over a file, which is made of zeros if it is missing."""
+    size = buffer_bytes(ranks, ROOM)
+    memory = torch.from_file(str(file), shared=True, size=ranks * size, dtype=torch.uint8)
     addresses = torch.tensor([memory.data_ptr() + size * r for r in range(ranks)])
-    return SymmetricBuffer(addresses, rank, data, ROOM, torch.zeros(4, dtype=torch.int64), memory)
+    return SymmetricBuffer(addresses, rank, ROOM, torch.zeros(4, dtype=torch.int64), memory)
 
 
 def call(buffer, xs, residual, norm, gain=None, name=None, keep=(False, True), path=None,
          limit=POLLS, out=NEW):  # fmt: skip
-    from megatron_lowbit.collectives.launch import launch, plan_of
-
     request = None if name is None else Request(Quantizer(FORMATS[name]), needs_codes=True)
-    x = xs[buffer.rank]
-    plan = plan_of(buffer.ranks, x, residual, norm, gain, request, keep, path)
-    assert plan.size <= buffer.size
-    return launch(buffer, x, residual, norm, gain, request, plan, limit, out)
+    return launch(buffer, xs[buffer.rank], residual, norm, gain, request, keep, path, limit, out)
 
 
 def cases(draws, ranks):
@@ -100,8 +87,6 @@ def equal(seen, wanted) -> bool:
 
 def die(buffer) -> None:
     """Check a third call to which the last rank does not come: the result is no number."""
-    from megatron_lowbit.collectives.launch import reason
-
     xs = list(torch.ones(buffer.ranks, 4, 128))
     for _ in range(2):
         call(buffer, xs, None, RMSNorm())
@@ -116,8 +101,6 @@ def die(buffer) -> None:
 
 def differ(buffer) -> None:
     """Check that both ranks name both shapes where one has other rows, then others."""
-    from megatron_lowbit.collectives.launch import reason
-
     rows = (4, 40)[buffer.rank]
     xs = list(torch.ones(buffer.ranks, rows, 128))
     call(buffer, xs, None, RMSNorm())
@@ -129,8 +112,6 @@ def differ(buffer) -> None:
 
 
 def differ_in_path(buffer) -> None:
-    from megatron_lowbit.collectives.launch import reason
-
     xs = list(torch.ones(buffer.ranks, 4, 128))
     call(buffer, xs, None, RMSNorm(), path=("one-stage", "gathered")[buffer.rank])
     assert "another norm, output, path or dtype" in reason(buffer)
@@ -138,8 +119,6 @@ def differ_in_path(buffer) -> None:
 
 def give_up(buffer) -> None:
     """Check that rank 1, which comes when rank 0 no longer waits, is told at the next call."""
-    from megatron_lowbit.collectives.launch import reason
-
     xs = list(torch.ones(buffer.ranks, 4, 128))
     tell = buffer.owner[-1:]
     while buffer.rank == 1 and not tell.item():
@@ -153,12 +132,10 @@ def give_up(buffer) -> None:
 
 def test_a_buffer_that_does_not_fit(tmp_path):
     """A kernel would write to the address of a buffer elsewhere, or codes under a wrong name."""
-    (tmp_path / "buffer").write_bytes(bytes(empty(1)))
-    buffer, x = shared_area(str(tmp_path / "buffer"), 0, 1), torch.ones(4, 128)
+    buffer, x = shared_area(tmp_path / "buffer", 0, 1), torch.ones(4, 128)
+    elsewhere = Result(normalized=torch.empty_like(x, device="meta"))
     with pytest.raises(ValueError, match=r"^out\.normalized: it is on meta, x on cpu$"):
-        call(
-            buffer, [x], None, RMSNorm(), out=Result(normalized=torch.empty_like(x, device="meta"))
-        )
+        call(buffer, [x], None, RMSNorm(), out=elsewhere)
     other = Quantizer(FORMATS["mxfp6-e2m3"])(x)
     with pytest.raises(ValueError, match=r"^out\.quantized: its format is .*, the call's "):
         call(buffer, [x], None, RMSNorm(), name="mxfp6-e3m2", out=Result(quantized=other))
@@ -167,8 +144,7 @@ def test_a_buffer_that_does_not_fit(tmp_path):
 @pytest.mark.parametrize(("path", "name"), [("compact", "mxfp8-e4m3"), ("two-stage", None)])
 def test_a_path_that_does_not_fit(tmp_path, path, name):
     """Codes are gathered where nobody wants the sum."""
-    (tmp_path / "buffer").write_bytes(bytes(empty(1)))
-    buffer = shared_area(str(tmp_path / "buffer"), 0, 1)
+    buffer = shared_area(tmp_path / "buffer", 0, 1)
     with pytest.raises(ValueError, match=f"path '{path}' of this call is none of one-stage, gath"):
         call(buffer, [torch.ones(4, 128)], None, RMSNorm(), name=name, path=path)
 
@@ -186,7 +162,7 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
 )
 def test_ranks(run_ranks, tmp_path, what, ranks):
     file = tmp_path / "buffer"
-    file.write_bytes(bytes(empty(ranks)))
+    shared_area(file, 0, ranks)
     settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run_ranks(__file__, ranks, what, file, ranks, timeout=300, **settings)
 

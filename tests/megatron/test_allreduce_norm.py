@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lowbit.collectives.reference import all_reduce_norm
-from megatron_lowbit.collectives.result import Result, fill
+from megatron_lowbit.collectives.all_reduce_norm import all_reduce_norm, fill
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.megatron.features.allreduce_norm import PrecomputedNorm, _AddAndNormalize
@@ -20,7 +19,7 @@ CPU = torch.device("cpu")
 
 def run(x, residual, norm, gain, request, keep_normalized, out):
     """Compute the fused operation for one rank."""
-    return fill(out, Result(*all_reduce_norm(None, x, residual, norm, gain, request)))
+    return fill(out, all_reduce_norm(None, x, residual, norm, gain, request))
 
 
 @pytest.fixture

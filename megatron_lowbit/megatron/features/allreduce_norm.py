@@ -16,8 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
-from megatron_lowbit.collectives.differentiable import all_reduce_rms_norm
+from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm, all_reduce_rms_norm
 from megatron_lowbit.kernels.routes import takes_norm
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.features import Feature
