@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +34,7 @@ from megatron_lowbit.numerics import (
     gemm,
 )
 from megatron_lowbit.numerics.randomness import uniform
-from megatron_lowbit.recipes import shipped_recipes
-from megatron_lowbit.recipes.load import read_recipe
+from megatron_lowbit.recipes import load_recipe, shipped_recipes
 from tests.marks import others_slow
 
 pytestmark = pytest.mark.skipif(
@@ -60,23 +60,12 @@ NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
 SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(16) + 5) * 7)
 
 
-OF_LAYERS = ("axis", "requantize", "split_mean")
-"""Keys of a role that say what is quantized, not how."""
-
-
 def recipe_quantizers() -> set[Quantizer]:
-    """Return the quantizers of the shipped recipes, read from their text."""
-    found = set()
-    for name in shipped_recipes():
-        for config in read_recipe(name)["configs"].values():
-            gemms = [gemm for gemm in map(config.get, ("dgrad", "wgrad")) if gemm]
-            for roles in (config, *gemms):
-                for role in {"input", "weight", "grad"} & roles.keys():
-                    options = {**config[role], **roles[role]}
-                    options = {key: v for key, v in options.items() if key not in OF_LAYERS}
-                    rounding = Rounding(options.pop("rounding"))
-                    found.add(Quantizer(format_by_name(options.pop("format"), **options), rounding))
-    return found
+    """Return the quantizers of the shipped recipes."""
+    recipes = map(load_recipe, shipped_recipes())
+    gemms = [g for r in recipes for config in r.configs.values() for g in config.gemms.values()]
+    sides = [side for gemm in gemms for side in (gemm.lhs, gemm.rhs) if side is not None]
+    return {replace(side, splits_mean=False) for side in sides}
 
 
 RECIPES = recipe_quantizers()
@@ -90,20 +79,12 @@ MORE = {  # two dimensions with MXFP6, stochastic FP8, other tiles
 }
 QUANTIZERS = sorted(RECIPES | MORE, key=lambda q: (str(q.format), q.rounding.value))
 # torch.compile guards what a class of formats does, so one of each class shows it.
-GUARDED = tuple(
-    format_by_name(name, **options)
-    for name, options in (
-        ("nvfp4", {}),
-        ("mxfp4", {"scale_rounding": "rceil"}),
-        ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
-        ("fp8-tensor-e4m3", {}),
-        ("fp8-row-e4m3", {}),
-        ("nvfp4-ue5m3", {}),
-        ("quartet2", {}),
-        ("tetrajet2", {}),
-        ("int4-1x128", {}),
-    )
-)
+GUARDED = (
+    format_by_name("mxfp4", scale_rounding="rceil"),
+    format_by_name("fp8-1x128-e4m3", scale_format="pow2"),
+    *map(format_by_name, ("nvfp4", "fp8-tensor-e4m3", "fp8-row-e4m3", "nvfp4-ue5m3", "quartet2",
+                          "tetrajet2", "int4-1x128")),
+)  # fmt: skip
 
 
 def name_of(q: Quantizer) -> str:
@@ -342,18 +323,15 @@ def test_other_sizes_and_views_do_not_recompile():
     """Sizes are dynamic, keys are data, and how a tensor came about does not matter."""
     stochastic = Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)
 
-    def use(x, key):
-        q, _ = ENGINE.quantize(x, Request(stochastic, draw=Draw(key)), None)
-        q.dequantize(compiled.arithmetic(type(stochastic.format)))
+    def use(*xs):
+        for key, x in enumerate(xs):
+            q, _ = ENGINE.quantize(x, Request(stochastic, draw=Draw(key)), None)
+            q.dequantize(compiled.arithmetic(type(stochastic.format)))
 
-    use(torch.ones(48, 96), 1)
-    use(torch.ones(64, 112), 2)
+    use(torch.ones(48, 96), torch.ones(64, 112))
     before = counters["stats"]["unique_graphs"]
-    use(torch.ones(80, 160), 3)
-    use(torch.ones(37, 51), 4)
-    use(torch.ones(96, 48).t(), 5)
-    use(torch.ones(160, 80)[::2, 16:], 6)
-    use(torch.ones(32, 64, requires_grad=True), 7)
+    views = torch.ones(96, 48).t(), torch.ones(160, 80)[::2, 16:]
+    use(torch.ones(80, 160), torch.ones(37, 51), *views, torch.ones(32, 64, requires_grad=True))
     assert counters["stats"]["unique_graphs"] == before > 0
 
 

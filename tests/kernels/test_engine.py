@@ -14,22 +14,19 @@ from megatron_lowbit.numerics import FORMATS, Quantizer, Request, gemm
 CPU = torch.device("cpu")
 
 
-def test_reference_where_asked_for():
-    engine = select_engine(CPU, "reference")
-    assert (engine.name, engine.reason) == ("reference", "asked for")
-
-
-def test_compiled_with_a_compiler(monkeypatch):
-    monkeypatch.setattr(compiled, "missing_compiler", lambda: None)
-    engine = select_engine(CPU)
-    assert (engine.name, engine.reason) == ("compiled", "CPU with a C++ compiler")
-    assert isinstance(engine, compiled.CompiledEngine)
-
-
-def test_reference_without_a_compiler_says_why(monkeypatch):
-    monkeypatch.setattr(compiled, "missing_compiler", lambda: "no compiler, says the test")
-    engine = select_engine(CPU)
-    assert (engine.name, engine.reason) == ("reference", "no compiler, says the test")
+@pytest.mark.parametrize(
+    ("request_", "missing", "name", "reason"),
+    [
+        ("reference", None, "reference", "asked for"),
+        ("auto", None, "compiled", "CPU with a C++ compiler"),
+        ("auto", "no compiler, says the test", "reference", "no compiler, says the test"),
+    ],
+)
+def test_choice_on_a_cpu(monkeypatch, request_, missing, name, reason):
+    monkeypatch.setattr(compiled, "missing_compiler", lambda: missing)
+    engine = select_engine(CPU, request_)
+    assert (engine.name, engine.reason) == (name, reason)
+    assert isinstance(engine, compiled.CompiledEngine) == (name == "compiled")
 
 
 def test_missing_compiler_in_words(monkeypatch, tmp_path):
