@@ -1,20 +1,30 @@
-"""The amax of a matrix and of its transpose in one pass, each after its transform.
+"""Device functions: amaxes of tiles, and the pass over a matrix that takes those of both sides.
 
-A transform's last steps, scaling and rounding to BF16, keep the order of magnitudes: they are left
-to the largest one.
+Amaxes are FP32 bits, which order magnitudes as integers do, a NaN as the largest. A transform's
+last steps, scaling and rounding to BF16, keep the order: they are left to the largest magnitude.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from megatron_lowbit.kernels.elements import abs_bits
-from megatron_lowbit.kernels.hadamard import MAX_LANES, butterfly_lanes, finish, transform_tile
+from megatron_lowbit.kernels.hadamard import (
+    MAX_LANES,
+    Transform,
+    butterfly_lanes,
+    finish,
+    transform_tile,
+)
+from megatron_lowbit.kernels.random_words import key_of
 from megatron_lowbit.kernels.sections import (
-    COL_SIGNS,
+    COL_FIELDS,
     FIRST_TILE,
     QUANTIZE_FIELDS,
-    ROW_SIGNS,
+    ROW_FIELDS,
     ROWS,
+    SIGNS,
     X,
     entry,
     pointer,
@@ -23,18 +33,27 @@ from megatron_lowbit.kernels.sections import (
 from megatron_lowbit.kernels.tiles import load_column_lanes, load_row_lanes, load_tile
 
 
+class AmaxSpec(NamedTuple):
+    """The amax of a side, as a constexpr: after a transform, of the tensor or of each row."""
+
+    transform: Transform | None = None
+    by_rows: bool = False
+
+
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])
 def amax_kernel(
-    x, stride_r, stride_c, R, C, table, row_amax, row_signs, col_amax, col_signs,
+    x, stride_r, stride_c, R, C, table, row_amax, row_signs, col_amax, col_signs, first, second,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the amaxes of x (R, C) and its transpose, after ROW and COL, as FP32 bits.
+    """Compute the amaxes of x (R, C) by ROW and of its transpose by COL, AmaxSpec or None.
 
-    They are maxed into zeroed int32 scalars. ROW and COL are Transforms or None, where x as it is
-    counts; ``row_amax`` or ``col_amax`` may be None. With a ``table`` of matrices in
-    COUNT columns (see ``sections.py``) they are arrays.
+    They are maxed into zeroed int32: scalars, (R,) and (C,), or with a ``table`` of matrices in
+    COUNT columns (see ``sections.py``) one for each. Nothing is done where the amaxes ``first`` and
+    ``second`` are given and known, which are negative otherwise.
     """
+    if first is not None and (tl.load(first) >= 0) & (tl.load(second) >= 0):
+        return
     tiles = tl.cdiv(C, TN)
     # From the end, which was written last, to the beginning, where quantization begins: what the
     # cache still has of one pass serves the next.
@@ -46,43 +65,50 @@ def amax_kernel(
         tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         x = pointer(table, section, X, COUNT, x)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)
-        row_signs = entry(table, section, ROW_SIGNS, COUNT)
-        col_signs = entry(table, section, COL_SIGNS, COUNT)
-        if row_amax is not None:
+        row_signs = entry(table, section, ROW_FIELDS + SIGNS, COUNT)
+        col_signs = entry(table, section, COL_FIELDS + SIGNS, COUNT)
+        if ROW is not None:
             row_amax += section
-        if col_amax is not None:
+        if COL is not None:
             col_amax += section
     row0 = tile * TM
-    PLAIN: tl.constexpr = (row_amax is not None and ROW is None) or (
-        col_amax is not None and COL is None
-    )
-    COLUMNS: tl.constexpr = COL is not None and COL.size <= MAX_LANES
-    if PLAIN and not COLUMNS:
+    H: tl.constexpr = None if ROW is None or ROW.by_rows else ROW.transform
+    G: tl.constexpr = None if COL is None or COL.by_rows else COL.transform
+    ROW_LANES: tl.constexpr = H is not None and H.size >= 8 and H.size <= MAX_LANES
+    COL_LANES: tl.constexpr = G is not None and G.size <= MAX_LANES
+    # Lanes of columns are loaded as they lie: a row side without a transform takes them as well.
+    SHARED: tl.constexpr = COL_LANES and ROW is not None and H is None and not ROW.by_rows
+    if (ROW is not None and not ROW_LANES and not SHARED) or (COL is not None and not COL_LANES):
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        amax = tl.max(tl.max(abs_bits(values), 1), 0)
-        if row_amax is not None and ROW is None:
-            tl.atomic_max(row_amax, amax)
-        if col_amax is not None and COL is None:
-            tl.atomic_max(col_amax, amax)
-    if row_amax is not None and ROW is not None:
-        if ROW.size <= MAX_LANES and ROW.size >= 8:
-            P: tl.constexpr = ROW.size
-            lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
-            tl.atomic_max(row_amax, _transformed_amax(lanes, row_signs, ROW))
-        else:
-            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-            values = transform_tile(values, row_signs, TM, TN, ROW)
-            tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(values), 1), 0))
-    if COLUMNS:
-        Q: tl.constexpr = COL.size
+    if ROW_LANES:
+        P: tl.constexpr = H.size
+        lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+        tl.atomic_max(row_amax, _transformed_amax(lanes, key_of(row_signs), H))
+    elif ROW is not None and not SHARED:
+        _max_tile(values, row_amax, row_signs, row0, R, TM, TN, ROW)
+    if COL_LANES:
+        Q: tl.constexpr = G.size
         lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
-        if PLAIN:
+        if SHARED:
             tl.atomic_max(row_amax, tl.max(_lane_amax(lanes, Q), 0))
-        tl.atomic_max(col_amax, _transformed_amax(lanes, col_signs, COL))
-    elif col_amax is not None and COL is not None:
-        values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        values = transform_tile(tl.trans(values), col_signs, TN, TM, COL)
-        tl.atomic_max(col_amax, tl.max(tl.max(abs_bits(values), 1), 0))
+        tl.atomic_max(col_amax, _transformed_amax(lanes, key_of(col_signs), G))
+    elif COL is not None:
+        if COL.by_rows or COL.transform is not None:
+            values = tl.trans(values)
+        _max_tile(values, col_amax, col_signs, col0, C, TN, TM, COL)
+
+
+@triton.jit
+def _max_tile(x, amax, signs, row0, R, A: tl.constexpr, B: tl.constexpr, S: tl.constexpr):
+    """Raise the amax of a tile [A, B], or those of its rows from ``row0`` on."""
+    if S.transform is not None:
+        H: tl.constexpr = S.transform
+        x = transform_tile(x, key_of(signs), A, B, H)
+    if S.by_rows:
+        r = row0 + tl.arange(0, A)
+        tl.atomic_max(amax + r, tl.max(abs_bits(x), 1), mask=r < R, sem="relaxed")
+    else:
+        atomic_amax(amax, x)
 
 
 @triton.jit
@@ -101,30 +127,27 @@ def _transformed_amax(lanes, signs, H: tl.constexpr):
     return abs_bits(finish(amax, H))
 
 
-@triton.jit(do_not_specialize=["row_signs", "col_signs"])
-def row_amax_kernel(
-    x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
-    TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Compute amaxes of rows of x (R, C) after ROW and of its transpose after COL, as FP32 bits.
-
-    They are maxed into zeroed int32 (R,) and (C,), either of which may be None. ROW and COL are
-    Transforms, or None where x as it is counts.
-    """
-    tiles = tl.cdiv(C, TN)
-    row0 = (tl.program_id(0) // tiles) * TM
-    col0 = (tl.program_id(0) % tiles) * TN
-    tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-    if row_amax is not None:
-        _max_rows(tile, row_amax, row_signs, row0, R, TM, TN, ROW)
-    if col_amax is not None:
-        _max_rows(tl.trans(tile), col_amax, col_signs, col0, C, TN, TM, COL)
+@triton.jit
+def atomic_amax(amax, tile):
+    """Raise an int32 scalar to the amax of a tile."""
+    tl.atomic_max(amax, tl.max(tl.max(abs_bits(tile), 1), 0))
 
 
 @triton.jit
-def _max_rows(x, amax, signs, row0, R, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Reduce the rows of a tile [A, B] into ``amax`` from ``row0`` on, by maximum."""
-    if H is not None:
-        x = transform_tile(x, signs, A, B, H)
-    r = row0 + tl.arange(0, A)
-    tl.atomic_max(amax + r, tl.max(abs_bits(x), 1), mask=r < R, sem="relaxed")
+def grid_amax(amax, values, tiles_done, counts, tiles):
+    """Raise a matrix's amax by a tile that ``counts``; return when all its ``tiles`` have done so.
+
+    ``tiles_done`` is the number of those that have.
+    """
+    if counts:
+        atomic_amax(amax.to(tl.pointer_type(tl.int32), bitcast=True), values)
+        tl.atomic_add(tiles_done, 1)
+    while tl.atomic_add(tiles_done, 0, sem="acquire") < tiles:
+        pass
+
+
+@triton.jit
+def delayed_amax(earlier, current_amax):
+    """Return the amax of earlier steps where it is known, else the tensor's own, complete then."""
+    amax = tl.load(earlier)
+    return tl.where(amax < 0, tl.load(current_amax).to(tl.float32, bitcast=True), amax)

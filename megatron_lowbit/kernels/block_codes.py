@@ -10,6 +10,7 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.elements import (
     abs_bits,
+    append_code,
     code_and_value,
     code_values,
     exact_bf16,
@@ -38,15 +39,7 @@ def four_over_six(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr,
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor) * s_enc
     base = finite_or_nan(base, block_amax)
-    words6, stored6, six, error6 = _candidate(
-        lanes, base, s_dec, amax, key, group, row, BELOW, S, 0
-    )
-    words4, stored4, four, error4 = _candidate(
-        lanes, base * 1.5, s_dec, amax, key, group, row, BELOW, S, 1
-    )
-    less = error4 < error6
-    words = _chosen(less, words4, words6)
-    return words, tl.where(less, stored4, stored6), tl.where(less, four, six), s_dec
+    return _better(lanes, base, s_dec, amax, key, group, row, BELOW, S, _candidate)
 
 
 @triton.jit
@@ -63,14 +56,10 @@ def _candidate(
     drawn = (group, group, group, group)
     if S.stochastic:
         drawn = philox(key, group, row, DRAW)
-    words = ()
-    word, error = group, base
+    words, error = (), base
     for i in tl.static_range(16):
         code, value = _rounded(lanes[i] * factor, drawn, i, S)
-        word = code if i % 8 == 0 else word | code << i % 8 * 4
-        if i % 8 == 7:
-            # A block that is not finite has codes of zero.
-            words = words + (tl.where(scale == scale, word, 0),)
+        words = append_code(words, code, i, 4)
         value = value * scale * amax
         if SELECTION == MSE:
             # Quotients that are subnormal may differ from IEEE's: their squares are zero.
@@ -86,6 +75,8 @@ def _candidate(
             error = larger(error, term)
         else:
             error += term
+    # A block that is not finite has codes of zero.
+    words = tl.where(scale == scale, words[0], 0), tl.where(scale == scale, words[1], 0)
     return words, stored, scale, _over_rows(error, BELOW, S.block_rows, SELECTION)
 
 
@@ -95,29 +86,36 @@ def quartet2(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: t
     OPTIONS: tl.constexpr = S.options
     tensor_scale = _tensor_scale(amax, OPTIONS)
     base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
-    words6, stored6, six, error6 = _quartet2_candidate(
-        lanes, base, tensor_scale, key, group, row, S, 0
+    return _better(lanes, base, tensor_scale, amax, key, group, row, BELOW, S, _quartet2_candidate)
+
+
+@triton.jit
+def _better(
+    lanes, base, decode, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr,
+    CANDIDATE: tl.constexpr,
+):  # fmt: skip
+    """Quantize blocks by the scales ``base``, and by 1.5 times those where the error is less."""
+    words, stored, scale, error = CANDIDATE(lanes, base, decode, amax, key, group, row, BELOW, S, 0)
+    four, stored4, scale4, error4 = CANDIDATE(
+        lanes, base * 1.5, decode, amax, key, group, row, BELOW, S, 1
     )
-    words4, stored4, four, error4 = _quartet2_candidate(
-        lanes, base * 1.5, tensor_scale, key, group, row, S, 1
-    )
-    less = error4 < error6
-    words = _chosen(less, words4, words6)
-    return words, tl.where(less, stored4, stored6), tl.where(less, four, six), tensor_scale
+    less = error4 < error
+    words = tl.where(less, four[0], words[0]), tl.where(less, four[1], words[1])
+    return words, tl.where(less, stored4, stored), tl.where(less, scale4, scale), decode
 
 
 @triton.jit
 def _quartet2_candidate(
-    lanes, base, tensor_scale, key, group, row, S: tl.constexpr, DRAW: tl.constexpr
-):
+    lanes, base, tensor_scale, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr,
+    DRAW: tl.constexpr,
+):  # fmt: skip
     """Quantize blocks with their scales ``base`` rounded; return also the error of each block."""
     stored, scale = _positive_scale(base, tensor_scale, S)
     step = scale * tensor_scale
     drawn = (group, group, group, group)
     if S.stochastic:
         drawn = philox(key, group, row, DRAW)
-    words = ()
-    word, error = group, base
+    words, error = (), base
     for i in tl.static_range(16):
         scaled = tl.div_rn(lanes[i], step)
         if S.stochastic:
@@ -125,9 +123,7 @@ def _quartet2_candidate(
         else:
             code, value = _rounded(_above_ties(scaled), drawn, i, S)
         code, value = _known(scaled, code, value)
-        word = code if i % 8 == 0 else word | code << i % 8 * 4
-        if i % 8 == 7:
-            words = words + (word,)
+        words = append_code(words, code, i, 4)
         term = value * step - tl.abs(lanes[i])
         error = term * term if i == 0 else error + term * term
     return words, stored, scale, error
@@ -139,26 +135,11 @@ def ms_eden_quartet2(
 ):
     """Round numbers to nearest and scales, once they are corrected, stochastically."""
     OPTIONS: tl.constexpr = S.options
-    E: tl.constexpr = S.element
     tensor_scale = _tensor_scale(amax, OPTIONS)
     base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
     _, scale = _positive_scale(base, tensor_scale, S)
-    step = scale * tensor_scale
-    words = ()
-    word, squares, products = group, base, base
-    for i in tl.static_range(16):
-        scaled = tl.div_rn(lanes[i], step)
-        above = _above_ties(scaled)
-        code, value = code_and_value(above, above, E, False)
-        code, value = _known(scaled, code, value)
-        word = code if i % 8 == 0 else word | code << i % 8 * 4
-        if i % 8 == 7:
-            words = words + (word,)
-        square, product = scaled * scaled, tl.abs(scaled) * value
-        squares = square if i == 0 else squares + square
-        products = product if i == 0 else products + product
-    corrected = scale * tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
-    stored, scale = _drawn_scale(corrected, key, group, row, S)
+    words, correction = _corrected_codes(lanes, scale * tensor_scale, S, False)
+    stored, scale = _drawn_scale(scale * correction, key, group, row, S)
     return words, stored, scale, tensor_scale
 
 
@@ -166,28 +147,39 @@ def ms_eden_quartet2(
 def ms_eden_torchao(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Round as ``ms_eden_quartet2``, with torchao's scales, ties to even, and fused sums."""
     OPTIONS: tl.constexpr = S.options
-    E: tl.constexpr = S.element
     E4M3: tl.constexpr = OPTIONS.element
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     base = finite_or_nan(block_amax * SIXTH * s_enc, block_amax)
     _, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
-    factor = quotient(1.0, scale * s_dec)
-    words = ()
-    word, squares, products = group, base, base
-    for i in tl.static_range(16):
-        scaled = lanes[i] * factor
-        code, value = code_and_value(scaled, scaled, E, False)
-        code, value = _known(scaled, code, value)
-        word = code if i % 8 == 0 else word | code << i % 8 * 4
-        if i % 8 == 7:
-            words = words + (word,)
-        size = tl.abs(scaled)
-        squares = size * size if i == 0 else tl.fma(size, size, squares)
-        products = size * value if i == 0 else tl.fma(size, value, products)
-    corrected = scale * tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
-    corrected = tl.where(scale == 0.0, 0.0, corrected)
+    words, correction = _corrected_codes(lanes, quotient(1.0, scale * s_dec), S, True)
+    corrected = tl.where(scale == 0.0, 0.0, scale * correction)
     stored, scale = _drawn_scale(corrected, key, group, row, S)
     return words, stored, scale, s_dec
+
+
+@triton.jit
+def _corrected_codes(lanes, step, S: tl.constexpr, TORCHAO: tl.constexpr):
+    """Round lanes over ``step``, or times it, to nearest; return the correction of scales, too."""
+    E: tl.constexpr = S.element
+    words, squares, products = (), step, step
+    for i in tl.static_range(16):
+        if TORCHAO:
+            scaled = lanes[i] * step
+            code, value = code_and_value(scaled, scaled, E, False)
+        else:
+            scaled = tl.div_rn(lanes[i], step)
+            above = _above_ties(scaled)
+            code, value = code_and_value(above, above, E, False)
+        code, value = _known(scaled, code, value)
+        words = append_code(words, code, i, 4)
+        size = tl.abs(scaled)
+        if i == 0:
+            squares, products = size * size, size * value
+        elif TORCHAO:
+            squares, products = tl.fma(size, size, squares), tl.fma(size, value, products)
+        else:
+            squares, products = squares + size * size, products + size * value
+    return words, tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
 
 
 @triton.jit
@@ -224,12 +216,6 @@ def _positive_scale(base, tensor_scale, S: tl.constexpr):
     scale = finite_or_nan(scale, base)
     value = round_nearest(scale, E4M3)
     return scale_code(tl.where(value == 0.0, 1.0, value), scale, E4M3)
-
-
-@triton.jit
-def _chosen(less, four, six):
-    """Return the two words of codes of ``four`` where its error is less, else of ``six``."""
-    return tl.where(less, four[0], six[0]), tl.where(less, four[1], six[1])
 
 
 @triton.jit

@@ -104,29 +104,28 @@ def encode(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
         return _cast(x, E).to(tl.uint8, bitcast=True).to(tl.int32)
     elif HARDWARE_CASTS and E.nan_code == 0:
         # NaN is positive as it comes from a multiplication; the larger of it and 0 is 0.
-        return _magnitude_codes(tl.maximum(tl.abs(x), 0.0), random, E, STOCHASTIC) | _sign_bit(x, E)
+        code, _ = round_to_grid(tl.maximum(tl.abs(x), 0.0), random, E, STOCHASTIC)
+        return code | _sign_bit(x, E)
     else:
-        code = _magnitude_codes(x, random, E, STOCHASTIC) | _sign_bit(x, E)
-        return tl.where(x != x, E.nan_code, code)
+        code, _ = round_to_grid(x, random, E, STOCHASTIC)
+        return tl.where(x != x, E.nan_code, code | _sign_bit(x, E))
 
 
 @triton.jit
-def _magnitude_codes(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+def round_to_grid(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Round magnitudes of x, not NaN, to E's grid; return their codes (int32) and values."""
     if STOCHASTIC:
-        return stochastic_codes(x, random, E)
+        code = stochastic_codes(x, random, E)
+        return code, code_values(code, E)
     else:
-        return magnitude_codes(round_nearest(x, E), E)
+        value = round_nearest(x, E)
+        return magnitude_codes(value, E), value
 
 
 @triton.jit
 def code_and_value(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Round x, not NaN, to an element of 4 bits; return its code (int32) and its magnitude."""
-    if STOCHASTIC:
-        code = stochastic_codes(x, random, E)
-        value = code_values(code, E)
-    else:
-        value = round_nearest(x, E)
-        code = magnitude_codes(value, E)
+    code, value = round_to_grid(x, random, E, STOCHASTIC)
     return code | _sign_bit(x, E), value
 
 
@@ -147,10 +146,7 @@ def rounded(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
         return _cast(x, E).to(tl.float32)
     else:
-        if STOCHASTIC:
-            magnitude = code_values(stochastic_codes(x, random, E), E)
-        else:
-            magnitude = round_nearest(x, E)
+        _, magnitude = round_to_grid(x, random, E, STOCHASTIC)
         sign = x.to(tl.int32, bitcast=True) & -0x80000000
         return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
@@ -199,18 +195,23 @@ def encode_pair(low, high, E: tl.constexpr):
 
 
 @triton.jit
-def code_pair(low, high, ratio, E: tl.constexpr, FOLD: tl.constexpr):
-    """Encode two tensors in 8 bits each as one int16; with FOLD, codes are times a ratio."""
+def encode_four(a, b, c, d, ratio, E: tl.constexpr, FOLD: tl.constexpr):
+    """Encode four tensors in 8 bits each as one int32; with FOLD, codes are times a ratio."""
     if FOLD:
-        return fold_pair(low, high, ratio, E)
+        low, high = fold_pair(a, b, ratio, E), fold_pair(c, d, ratio, E)
     else:
-        return encode_pair(low, high, E)
+        low, high = encode_pair(a, b, E), encode_pair(c, d, E)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
-def join_pairs(low, high):
-    """Join two int16 tensors as int32."""
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+def append_code(words, code, i: tl.constexpr, BITS: tl.constexpr):
+    """Append the i-th code of a row to its words (int32), of eight or of four codes."""
+    PER: tl.constexpr = 8 if BITS == 4 else 4
+    if i % PER == 0:
+        return words + (code,)
+    else:
+        return words[:-1] + (words[-1] | code << i % PER * (32 // PER),)
 
 
 @triton.jit
@@ -264,30 +265,17 @@ def bf16_pair(a, b):
 
 
 @triton.jit
-def tile_block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Reduce [A, B] to the amax of each ROWS x BLOCK, [A // ROWS, B // BLOCK]; NaN wins."""
-    if ROWS == 1 and HARDWARE_CASTS:
+def tile_block_amax(x, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
+    """Reduce [A, B] to the amax of each 1 x BLOCK, [A, B // BLOCK]; NaN wins."""
+    blocks = tl.reshape(x, (A, B // BLOCK, BLOCK))
+    if HARDWARE_CASTS:
         # One instruction an element, which takes magnitudes by itself.
-        return tl.reduce(tl.abs(tl.reshape(x, (A, B // BLOCK, BLOCK))), 2, larger)
+        return tl.reduce(tl.abs(blocks), 2, larger)
     else:
-        tiles = tl.reshape(abs_bits(x), (A // ROWS, ROWS, B // BLOCK, BLOCK))
-        return tl.max(tl.max(tiles, 3), 1).to(tl.float32, bitcast=True)
+        return tl.max(abs_bits(blocks), 2).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def over_block(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Expand [A // ROWS, B // BLOCK] to [A, B]: a block's number for each of its elements."""
-    if ROWS == 1:
-        wide = tl.broadcast_to(scale[:, :, None], (A, B // BLOCK, BLOCK))
-    else:
-        wide = tl.broadcast_to(scale[:, None, :, None], (A // ROWS, ROWS, B // BLOCK, BLOCK))
-    return tl.reshape(wide, (A, B))
-
-
-@triton.jit
-def over_rows(scale, A: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):
-    """Expand [A // ROWS, N] to [A, N]: a block's number for each of its rows."""
-    if ROWS == 1:
-        return scale
-    else:
-        return tl.reshape(tl.broadcast_to(scale[:, None, :], (A // ROWS, ROWS, N)), (A, N))
+def over_block(scale, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
+    """Expand [A, B // BLOCK] to [A, B]: a block's number for each of its elements."""
+    return tl.reshape(tl.broadcast_to(scale[:, :, None], (A, B // BLOCK, BLOCK)), (A, B))

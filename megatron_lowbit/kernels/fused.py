@@ -20,9 +20,9 @@ from megatron_lowbit.kernels.gemm import (
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
-from megatron_lowbit.kernels.means import residual_request, split_mean
+from megatron_lowbit.kernels.means import split_mean
 from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax
-from megatron_lowbit.kernels.operand_group import TransposedGroup, representative_operand
+from megatron_lowbit.kernels.operand_group import representative_operand
 from megatron_lowbit.kernels.operands import (
     ExactBF16,
     Transposed,
@@ -108,7 +108,8 @@ class FusedEngine(Engine):
         if not request.quantizer.splits_mean:
             return self.quantize(x, request, None, (amax, None))[0]
         mean, residual = split_mean(x)
-        codes, _ = self.quantize(residual, residual_request(request), None, (amax, None))
+        request = replace(request, quantizer=replace(request.quantizer, splits_mean=False))
+        codes, _ = self.quantize(residual, request, None, (amax, None))
         return replace(codes, mean=mean[None] if isinstance(codes, ExactBF16) else mean)
 
     def quantize_all(
@@ -125,7 +126,7 @@ class FusedEngine(Engine):
             cols = replace(rows, template=rows.template.of_transpose)
         if shared:
             _, by_col = quantize_sections(xs, None, cols, forms)
-            return TransposedGroup(by_col), by_col
+            return replace(by_col, transposes=True), by_col
         return quantize_sections(xs, rows, cols, forms)
 
     def gemm_all(
@@ -156,8 +157,8 @@ class FusedEngine(Engine):
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
-        formats = [getattr(operand, "format", None) for operand in (lhs, rhs)]
-        if None in formats or self.route(*formats) is not routes.FOLDED:
+        are_codes = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
+        if not are_codes or self.route(lhs.format, rhs.format) is not routes.FOLDED:
             return 0, 0
         inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
         folded_pair(lhs, rhs, inexact)

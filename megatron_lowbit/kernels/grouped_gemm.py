@@ -19,7 +19,6 @@ from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launch
 from megatron_lowbit.kernels.operand_group import (
     Matrices,
     OperandGroup,
-    TransposedGroup,
     decode,
     matrices_of,
 )
@@ -64,30 +63,25 @@ def grouped_pair(
 
 def _terms(side: Sequence[Any]) -> np.ndarray:
     if isinstance(side, OperandGroup):
-        return side.places.terms
-    if isinstance(side, TransposedGroup):
-        return side.of.places.rows
+        return side.terms
     if isinstance(side, RowSlices):
-        return np.full(len(side), side.whole.shape[1])
+        return np.full(len(side), side.template.shape[1])
     return np.array([x.shape[1] if isinstance(x, Tensor) else 0 for x in side])
 
 
 def _fp8(side: Sequence[Any], route: Route, tile_rows: int) -> Matrices | None:
     """Return FP8 operands; None for those in another form, which are folded one by one."""
-    if not isinstance(side, OperandGroup):
+    if not isinstance(side, OperandGroup) or side.transposes:
         return None
-    format = side.layout.format
+    format = side.layout.operand.format
     fits = format.block_rows == tile_rows if route is TILES else isinstance(format, FP8Tensor)
-    return matrices_of(side) if fits else None
+    return side.matrices if fits else None
 
 
 def _exact(side: Sequence[Any]) -> Matrices | None:
     """Return exact operands as BF16 matrices, decoded if they are codes."""
-    if isinstance(side, TransposedGroup):
-        matrices = _exact(side.of)
-        return matrices and matrices.transpose()
     if isinstance(side, OperandGroup):
-        return matrices_of(side) if side.layout.values else decode(side)
+        return side.matrices if side.layout.values else decode(side)
     tensors = isinstance(side, RowSlices) or all(isinstance(x, Tensor) for x in side)
     return matrices_of(side) if tensors else None
 

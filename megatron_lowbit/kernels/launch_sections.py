@@ -8,37 +8,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.amax import amax_kernel
-from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured, zeros_of
+from megatron_lowbit.kernels.amax import AmaxSpec, amax_kernel
+from megatron_lowbit.kernels.amaxes import BITS, NO_TRANSFORM, amax_spec, amax_tile, zeros_of
 from megatron_lowbit.kernels.hadamard import MAX_LANES
-from megatron_lowbit.kernels.launch import TILES_DONE, tile_of, views_of
+from megatron_lowbit.kernels.launch import NO_SIDE, TILES_DONE, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.operand_group import (
     STACKED_TERMS,
     GroupLayout,
     OperandGroup,
-    allocate,
     group_layout,
+    operand_places,
 )
-from megatron_lowbit.kernels.quantize import quantize_kernel
+from megatron_lowbit.kernels.quantize import SideArguments, quantize_kernel
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for, table_of
-from megatron_lowbit.kernels.sides import (
-    NO_SIDE,
-    signed,
-    signs_of,
-    transform_of,
-)
-from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
+from megatron_lowbit.kernels.sides import signed, signs_of
+from megatron_lowbit.kernels.split import SeparateMatrices
+from megatron_lowbit.kernels.support import has_kernel
 from megatron_lowbit.numerics import Request, Requests
 
 _SCALARS = 4
 """Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
 
 
-def takes_sections(
-    xs: RowSlices | SeparateMatrices, rows: Requests | None, cols: Requests | None
-) -> bool:
+def takes_sections(xs: SeparateMatrices, rows: Requests | None, cols: Requests | None) -> bool:
     """Return True if one launch quantizes these matrices."""
     requests = [side.template for side in (rows, cols) if side is not None]
     return (
@@ -57,7 +51,7 @@ def _takes(kind: Request) -> bool:
     """Return True for a kind that kernels quantize by amaxes of tensors."""
     quantizer, hadamard = kind.quantizer, kind.hadamard
     return (
-        quantizer.has_kernel
+        has_kernel(quantizer)
         and not quantizer.format.row_scaled
         and (hadamard is None or hadamard.size <= MAX_LANES.value)
     )
@@ -69,10 +63,7 @@ def _counts_from_zero(request: Request) -> bool:
 
 
 def quantize_sections(
-    xs: RowSlices | SeparateMatrices,
-    rows: Requests | None,
-    cols: Requests | None,
-    forms: tuple[Form, Form],
+    xs: SeparateMatrices, rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
 ) -> tuple[OperandGroup | None, OperandGroup | None]:
     """Quantize each x (R, C) by its row request, and its transpose by its column request.
 
@@ -92,14 +83,14 @@ def quantize_sections(
     size = 4, cdiv(len(xs), _SCALARS) * _SCALARS
     scalars = zeros_of(size, first.device).unbind()
     groups = [
-        layout and allocate(layout, heights, mine)
-        for layout, mine in zip(plan.layouts, scalars[:2], strict=True)
+        layout and layout.allocate(heights, tensor_scales)
+        for layout, tensor_scales in zip(plan.layouts, scalars[:2], strict=True)
     ]
-    parts = [_fields(*side) for side in zip(sides, groups, strict=True)]
-    (row_signs, *row_fields, _), (col_signs, *col_fields) = parts
     filled = heights.in_units(plan.filled)
     tiles = plan.filled // plan.height
-    fields = xs.addresses, heights.numbers, row_signs, col_signs, *row_fields, *col_fields
+    fields = [xs.addresses, heights.numbers]
+    for requests, group in zip(sides, groups, strict=True):
+        fields += _fields(requests, group)
     table = table_of(tiles * filled.numbers, fields, first.device)
     even = not (heights.numbers % plan.filled).any()
     given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
@@ -113,11 +104,15 @@ def quantize_sections(
         tiles_done = scalars[3].view(torch.int32)
     elif any(plan.measures):
         by_row, by_col = (zeros[0], None) if plan.shared else amaxes
-        arguments = (*given, table.entries, by_row, 0, by_col, 0)
-        plan.amax[even](arguments, table.programs * plan.amax_tiles)
-    own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
-    arguments = (*given, None, table.entries, tiles_done, *own[0], *own[1])
-    plan.quantize[even](arguments, table.programs * plan.quantize_tiles)
+        plan.amax[even](
+            (*given, table.entries, by_row, 0, by_col, 0, None, None),
+            table.programs * plan.amax_tiles,
+        )
+    row_side, col_side = (_arguments(*side) for side in zip(groups, amaxes, strict=True))
+    plan.quantize[even](
+        (*given, None, table.entries, tiles_done, *row_side, *col_side),
+        table.programs * plan.quantize_tiles,
+    )
     return groups[0], groups[1]
 
 
@@ -153,18 +148,18 @@ def _plan(
     count: int,
 ) -> _Plan:
     """Plan what matrices with ``across`` columns take, in a table of ``count`` columns."""
-    sides = (row, row_form), (col, col_form)
-    layouts = [
-        None if kind is None else group_layout(kind, form, across, transposed)
-        for (kind, form), transposed in zip(sides, (False, True), strict=True)
-    ]
-    taken = [None if kind is None else measured(kind, form) for kind, form in sides]
-    hadamards = [None if one is None else one.hadamard for one in taken]
+    layouts: list[GroupLayout | None] = []
+    amaxes: list[AmaxSpec | None] = []
+    for kind, form, transposed in ((row, row_form, False), (col, col_form, True)):
+        layouts.append(None if kind is None else group_layout(kind, form, across, transposed))
+        amaxes.append(None if kind is None else amax_spec(kind, form))
     written = [layout and layout.operand for layout in layouts]
-    operands = [layout and layout.side for layout in written]
-    tile, options = tile_of(*operands)
-    measuring = amax_tile(*hadamards, height=tile[0])
-    tile = measuring[0], tile[1]  # a table counts tiles of one height
+    specs = [layout and layout.spec for layout in written]
+    tile, options = tile_of(*specs)
+    amax_shape = amax_tile(*amaxes, height=tile[0])
+    tile = amax_shape[0], tile[1]  # a table counts tiles of one height
+    measures = amaxes[0] is not None, amaxes[1] is not None
+    shared = any(measures) and set(amaxes) <= {None, NO_TRANSFORM}
 
     def launchers(
         kernel: Any,
@@ -183,18 +178,16 @@ def _plan(
         )
         return first, second
 
-    measures = taken[0] is not None, taken[1] is not None
+    sides = [NO_TRANSFORM, None] if shared else amaxes
     return _Plan(
         (layouts[0], layouts[1]),
         measures,
-        any(measures) and hadamards == [None, None],
+        shared,
         tile[0],
         STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
-        launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
-        cdiv(across, measuring[1]),
-        launchers(
-            quantize_kernel, tile, operands, (TILES_DONE,), views=views_of(*written), **options
-        ),
+        launchers(amax_kernel, amax_shape, sides, views=BITS, num_warps=4),
+        cdiv(across, amax_shape[1]),
+        launchers(quantize_kernel, tile, specs, (TILES_DONE,), views=views_of(*written), **options),
         cdiv(across, tile[1]),
     )
 
@@ -203,36 +196,25 @@ Entries = int | Sequence[int] | np.ndarray
 """Entry of all matrices of a table, or of each."""
 
 
-def _fields(requests: Requests | None, group: OperandGroup | None) -> tuple[Entries, ...]:
-    """Return a side's keys of signs, keys of draws, places of codes and scales, and columns."""
+def _fields(requests: Requests | None, group: OperandGroup | None) -> list[Entries]:
+    """Return a side's keys of signs and of draws, places of codes and scales, and columns."""
     if requests is None or group is None:
-        return (0,) * 5
-    keys: Entries = 0
-    if group.layout.operand.side.stochastic:
-        keys = [signed(key) for key in requests.draw_keys]
-    scales = group.scale_addresses
-    return (
-        _signs(requests),
-        keys,
-        group.code_addresses,
-        0 if scales is None else scales,
-        group.places.columns,
-    )
+        return [0] * 5
+    hadamard, keys = requests.template.hadamard, requests.draw_keys
+    signs: Entries = signs_of(hadamard, 0)
+    if requests.sign_keys:
+        signs = [signs_of(hadamard, key) for key in requests.sign_keys]
+    draws = [signed(key) for key in keys] if group.layout.operand.spec.stochastic else 0
+    stored, columns = group.matrices, operand_places(group.layout, group.rows)[1]
+    scales = 0 if stored.scales is None else stored.scales
+    return [signs, draws, stored.addresses, scales, columns]
 
 
-def _signs(requests: Requests) -> Entries:
-    """Return the keys that signs are drawn from, or one for all."""
-    hadamard = requests.template.hadamard
-    if not requests.sign_keys:
-        return signs_of(hadamard, 0)
-    return [signs_of(hadamard, key) for key in requests.sign_keys]
-
-
-def _arguments(group: OperandGroup | None, amax: Tensor | None) -> tuple:
+def _arguments(group: OperandGroup | None, amax: Tensor | None) -> SideArguments:
     """Return a kernel's arguments for a side; keys and places are in the table."""
     if group is None:
         return NO_SIDE
     layout = group.layout
     columns = OF_THE_TABLE if layout.transposed else layout.operand.columns
-    scales = None if group.places.scales is None else group.scales
-    return columns, amax, group.codes, scales, group.tensor_scales, 0, None, None, 0
+    scales = None if group.matrices.scales is None else group.scales
+    return SideArguments(columns, amax, group.codes, scales, group.tensor_scales)

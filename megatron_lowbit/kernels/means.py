@@ -6,8 +6,6 @@ product gives a row that all rows have in common; one that is the same for all t
 product with the sums of the other operand.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,6 @@ from torch import Tensor
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.tiles import load_raw
-from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics import mean_residual as reference
 
 _TILE = 16, 128
@@ -53,11 +50,6 @@ def _sums_kernel(
         row0 += parts * TM
     column = col0 + tl.arange(0, TN)
     tl.store(sums + part.to(tl.int64) * C + column, tl.sum(tile, 0), mask=column < C)
-
-
-def residual_request(request: Request) -> Request:
-    """Return the request for a residual, of one that splits the mean off."""
-    return replace(request, quantizer=replace(request.quantizer, splits_mean=False))
 
 
 def without_mean(operand: ExactBF16) -> ExactBF16:

@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, tile_block_amax
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import ExactBF16
-from megatron_lowbit.kernels.quantize import QuantizeSpec
-from megatron_lowbit.kernels.quantize_tile import tile_side
+from megatron_lowbit.kernels.quantize import QuantizeSpec, SideArguments
+from megatron_lowbit.kernels.quantize_side import tile_side
 from megatron_lowbit.kernels.routes import WIDEST_ROW, Form
-from megatron_lowbit.kernels.sides import allocator, filled, layout_of, taken_as
+from megatron_lowbit.kernels.sides import allocator, layout_of
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request, mxnorm
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, rounded_table
@@ -144,12 +144,15 @@ def row_side(
     The kernel fills ``out``, or a new operand.
     """
     layout = layout_of(request.kind, form, *x.shape, False, lanes=False)
-    output = allocator(layout, x.device)() if out is None else filled(out)
+    if out is None:
+        operand, written = allocator(layout, x.device)()
+    else:
+        operand, written = out, (out.codes, out.scales, out.tensor_scale)
     codes, scales = (
-        tensor if tensor is None or dtype is None else tensor.view(dtype)
-        for tensor, dtype in zip((output.codes, output.scales), taken_as(layout), strict=True)
+        tensor.view(layout.views[name]) if name in layout.views and tensor is not None else tensor
+        for name, tensor in zip(("codes", "scales"), written, strict=False)
     )
-    return layout.side, (amax, codes, scales, output.tensor_scale), output.operand
+    return layout.spec, (amax, codes, scales, written[2]), operand
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:
@@ -211,7 +214,7 @@ def finish_rows(
     block_amaxes = ()
     if gain is None:
         for i in tl.static_range(PARTS):
-            block_amaxes = block_amaxes + (tile_block_amax(parts[i], TM, TN, 1, BLOCK),)
+            block_amaxes = block_amaxes + (tile_block_amax(parts[i], TM, TN, BLOCK),)
     rho = inverse_rms(parts, block_amaxes, C, constant, eps, TM, TN, PARTS, BLOCK, P)
     r = row0 + tl.arange(0, TM)
     if rho_out is not None:
@@ -227,16 +230,14 @@ def finish_rows(
             if P == _RMS:
                 block_amax = as_dtype(block_amax, DTYPE)
         else:
-            block_amax = tile_block_amax(part, TM, TN, 1, BLOCK)
+            block_amax = tile_block_amax(part, TM, TN, BLOCK)
         if y is not None:
             store_tile(y, as_dtype(part, y.dtype.element_ty), row0, col0 + i * TN, R, C, EVEN)
         if S is not None:
             if S.row_scaled:
                 block_amax = row_amax
-            tile_side(
-                part, block_amax, row0, col0 + i * TN, R, C, amax, codes, scales,
-                tensor_scale, 0, None, None, 0, TM, TN, S, False, EVEN,
-            )  # fmt: skip
+            side = SideArguments(C, amax, codes, scales, tensor_scale, 0, None, None, 0)
+            tile_side(part, block_amax, row0, col0 + i * TN, R, side, TM, TN, S, False, EVEN)
         if amax_out is not None:
             bits = tl.maximum(bits, tl.max(abs_bits(block_amax), 1))
     if amax_out is not None:

@@ -19,7 +19,8 @@ from megatron_lowbit.kernels.elements import (
 )
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.sections import FIRST_TILE, ROWS, X, entry, pointer, section_of
-from megatron_lowbit.kernels.tiles import store_tile
+from megatron_lowbit.kernels.support import kernel_of
+from megatron_lowbit.kernels.tiles import load_raw, store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
@@ -63,6 +64,11 @@ class Transposed:
 
     of: QuantizedTensor
 
+    @property
+    def format(self) -> BlockFormat:
+        """The format, which is that of the operand."""
+        return self.of.format
+
 
 def transposed(operand: QuantizedTensor | ExactBF16) -> Transposed | ExactBF16:
     """Return the transpose of an operand in square blocks, in the same memory."""
@@ -73,11 +79,7 @@ def is_exact(operand: Tensor | QuantizedTensor | Transposed | ExactBF16) -> bool
     """Return True for BF16 numbers, and for codes that :func:`exact_values` decodes exactly."""
     if isinstance(operand, Tensor):
         return operand.dtype is torch.bfloat16
-    if isinstance(operand, Transposed):
-        return operand.of.format.exact_in_bf16
-    if isinstance(operand, ExactBF16):
-        return True
-    return operand.format.exact_in_bf16
+    return isinstance(operand, ExactBF16) or operand.format.exact_in_bf16
 
 
 def exact_values(operand: QuantizedTensor | Transposed | ExactBF16) -> ExactBF16:
@@ -103,9 +105,11 @@ def rounded_values(operand: QuantizedTensor) -> Tensor:
 
 def _decoded(operand: QuantizedTensor, tensor_scale: Tensor | None) -> Tensor:
     """Decode codes times block scales, and a tensor scale if one is given, to BF16 (R, K)."""
-    shape = operand.codes.shape[0], _columns(operand)
-    values = torch.empty(shape, dtype=torch.bfloat16, device=operand.codes.device)
-    _launch(operand, _scale_bytes(operand), values, tensor_scale=tensor_scale)
+    values = torch.empty(_shape(operand), dtype=torch.bfloat16, device=operand.codes.device)
+    if values.numel():
+        launch = _launcher(*values.shape, operand.format, None, values.device)
+        launch((operand.codes, _scale_bytes(operand), values, None, tensor_scale, None, None,
+                *values.shape, None))  # fmt: skip
     return values[:, : operand.shape[-1]]
 
 
@@ -116,15 +120,14 @@ def fold(
 
     The number of values that are rounded is added to ``inexact``, int64 ().
     """
-    shape, dtype = (operand.codes.shape[0], _columns(operand)), target.element.dtype
-    codes = torch.empty(shape, dtype=dtype, device=operand.codes.device)
+    codes = torch.empty(_shape(operand), dtype=target.element.dtype, device=operand.codes.device)
     tensor_scale = torch.empty((), device=codes.device)
     if codes.numel():
         scales = _scale_bytes(operand)
         largest = None if operand.format.tensor_scaled else _largest_exponent(operand, scales)
-        _launch(
-            operand, scales, codes, target, largest, operand.tensor_scale, tensor_scale, inexact
-        )
+        launch = _launcher(*codes.shape, operand.format, target, codes.device)
+        launch((operand.codes, scales, codes, largest, operand.tensor_scale, tensor_scale, inexact,
+                *codes.shape, None))  # fmt: skip
     scales = tensor_scale.new_empty((codes.shape[0], 0))
     return QuantizedTensor(codes, scales, tensor_scale, target, operand.shape)
 
@@ -145,41 +148,25 @@ def has_tensor_scale(format: BlockFormat) -> bool:
     return format.tensor_scaled or "three_quarters" in format.options
 
 
-def _columns(operand: QuantizedTensor) -> int:
-    return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
-
-
-def _launch(
-    operand: QuantizedTensor,
-    scales: Tensor,
-    out: Tensor,
-    target: BlockFormat | None = None,
-    largest: Tensor | None = None,
-    tensor_scale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    inexact: Tensor | None = None,
-) -> None:
-    rows, columns = out.shape
-    if not out.numel():
-        return
-    codes = operand.codes.view(torch.uint8)
-    launch = _decode_launcher(rows, columns, operand.format, target, out.device)
-    out = out if target is None else out.view(torch.uint8)
-    launch((codes, scales, out, largest, tensor_scale, out_scale, inexact, rows, columns, None))
+def _shape(operand: QuantizedTensor) -> tuple[int, int]:
+    """Return the rows and columns of the codes."""
+    rows, columns = operand.codes.shape
+    return rows, columns * (2 if operand.format.element.bits == 4 else 1)
 
 
 @lru_cache(maxsize=4096)
-def _decode_launcher(
+def _launcher(
     rows: int, columns: int, format: BlockFormat, target: BlockFormat | None, device: torch.device
 ) -> Launcher:
-    folded, log2_scale = None, 0
+    folded, log2_scale, views = None, 0, {0: torch.uint8}
     if target is not None:
         folded, log2_scale = element(target.element), int(math.log2(fold_scale(format, target)))
+        views[2] = torch.uint8
     even = rows % DECODED_TILE[0] == 0 and columns % DECODED_TILE[1] == 0
     constants = (*DECODED_TILE, *elements_of(format), folded, log2_scale, even, 0)
     programs = decoding_programs(rows, columns)
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    return Launcher(decode_kernel, programs, constants, varying=(0, 1, 3, 4, 5, 6), **options)
+    return Launcher(decode_kernel, programs, constants, (0, 1, 3, 4, 5, 6), views, **options)
 
 
 def decoding_programs(rows: int, columns: int) -> int:
@@ -189,8 +176,11 @@ def decoding_programs(rows: int, columns: int) -> int:
 
 def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None, bool]:
     """Return a format's block, elements, scales' elements, and ``multiplies_scales``."""
-    scale = None if format.scale_element is None else element(format.scale_element)
-    return format.block, element(format.element), scale, format.multiplies_scales
+    kernel = kernel_of(format)
+    if kernel is None:
+        raise ValueError(f"no kernel decodes {format}")
+    scale = None if kernel.scale_element is None else element(kernel.scale_element)
+    return format.block, element(format.element), scale, kernel.multiplies_scales
 
 
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:
@@ -218,9 +208,8 @@ def element(format: ElementFormat) -> Element:
 def decode_kernel(
     codes, scales, out, largest, tensor_scale, out_scale, inexact, R, K, table,
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
-    MULTIPLIES: tl.constexpr, TARGET: tl.constexpr, LOG2_FOLD_SCALE: tl.constexpr, EVEN:
-    tl.constexpr,
-    COUNT: tl.constexpr,
+    MULTIPLIES: tl.constexpr, TARGET: tl.constexpr, LOG2_FOLD_SCALE: tl.constexpr,
+    EVEN: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
@@ -256,9 +245,9 @@ def decode_kernel(
             scale = _decode(stored, SCALE)
         whole = 1.0 if tensor_scale is None else tl.load(tensor_scale)
         if MULTIPLIES:
-            value = _decode(code, E) * over_block(scale * whole, TM, TN, 1, BLOCK)
+            value = _decode(code, E) * over_block(scale * whole, TM, TN, BLOCK)
         else:
-            value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK) * whole
+            value = _decode(code, E) * over_block(scale, TM, TN, BLOCK) * whole
         store_tile(out, bf16_values(value), row0, col0, R, K, EVEN)
     else:
         top = 1.0
@@ -272,7 +261,7 @@ def decode_kernel(
             scale = _decode(stored, SCALE) * (1.0 / INVERSE_FOLD_SCALE)
         if tl.program_id(0) == 0:
             tl.store(out_scale, top * INVERSE_FOLD_SCALE * tl.load(tensor_scale))
-        value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
+        value = _decode(code, E) * over_block(scale, TM, TN, BLOCK)
         store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
         if inexact is not None:
             lost = (round_nearest(value, TARGET) != tl.abs(value)) & (value == value)
@@ -281,12 +270,8 @@ def decode_kernel(
 
 @triton.jit
 def _load(base, row0, col0, rows, columns, A: tl.constexpr, B: tl.constexpr, EVEN: tl.constexpr):
-    r, c = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :]
-    at = base + (row0.to(tl.int64) * columns + col0) + (r * columns + c)
-    if EVEN:
-        return tl.load(at).to(tl.int32)
-    else:
-        return tl.load(at, mask=(row0 + r < rows) & (col0 + c < columns), other=0).to(tl.int32)
+    """Load a tile of a contiguous matrix of bytes as int32."""
+    return load_raw(base, columns, 1, row0, col0, rows, columns, A, B, EVEN).to(tl.int32)
 
 
 @triton.jit

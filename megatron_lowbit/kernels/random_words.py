@@ -17,9 +17,8 @@ def key_of(key):
 def philox(key, quad, row, DRAW: tl.constexpr = 0):
     """Run Philox4x32-10 on counters (quad, row, DRAW, 0) of one shape; return four uint32 tensors.
 
-    Products as 64-bit ones: that is one instruction for both halves.
+    ``key`` is int64. Products as 64-bit ones: that is one instruction for both halves.
     """
-    key = key_of(key)
     k0 = key.to(tl.uint32)
     k1 = (key >> 32).to(tl.uint32)
     c0 = quad.to(tl.uint32)

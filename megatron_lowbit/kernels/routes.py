@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_lowbit.kernels.support import has_kernel
 from megatron_lowbit.numerics import Request, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
@@ -138,7 +139,7 @@ def forms_of(
         Both sides' forms, and True if one operand serves both, which is quantized along columns,
         whose blocks stay within a thread.
     """
-    if any(kind is not None and not kind.quantizer.has_kernel for kind in (row, col)):
+    if any(kind is not None and not has_kernel(kind.quantizer) for kind in (row, col)):
         return None
     shared = False
     if same and row is not None:
@@ -157,7 +158,7 @@ def takes_norm(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
     return (
         (isinstance(norm, RMSNorm) or norm.p in (1, 2))
         and quantizer.rounding is Rounding.NEAREST_EVEN
-        and quantizer.has_kernel
+        and has_kernel(quantizer)
         and quantizer.format.block_rows == 1
         and request.hadamard is None
         and x.numel() > 0

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.launcher import cdiv
 
-FIRST_TILE, X, ROWS, ROW_SIGNS, COL_SIGNS = (tl.constexpr(i) for i in range(5))
-ROW_KEY, ROW_CODES, ROW_SCALES = (tl.constexpr(i) for i in range(5, 8))
-COL_KEY, COL_CODES, COL_SCALES, COL_COLUMNS = (tl.constexpr(i) for i in range(8, 12))
+FIRST_TILE, X, ROWS = (tl.constexpr(i) for i in range(3))
 """Rows of a table: an entry for each matrix."""
+ROW_FIELDS, COL_FIELDS, QUANTIZE_FIELDS = (tl.constexpr(i) for i in (3, 8, 13))
+"""First rows of both sides in the table of matrices to quantize; the number of its rows. The amaxes
+are taken by the same table."""
+SIGNS, KEY, CODES, SCALES, COLUMNS = (tl.constexpr(i) for i in range(5))
+"""Rows of a side, from its first on."""
 OF_THE_TABLE = 16
 """Argument in whose place a kernel reads the table: Triton compiles anew for other kinds."""
-QUANTIZE_FIELDS = tl.constexpr(12)
-"""Number of rows in the table of matrices to quantize, which the amaxes are taken by, too."""
 _MOST = np.iinfo(np.int16).max
 """Matrices of a table at most."""
 

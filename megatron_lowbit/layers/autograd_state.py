@@ -24,10 +24,11 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
         return _TENSOR
     if isinstance(value, list):
         return [flatten(part, tensors) for part in value]
-    names = _field_names(type(value))
+    cls: Any = type(value)
+    names = _field_names(cls)
     if not names:
         return value
-    return _Dataclass(type(value), [flatten(getattr(value, name), tensors) for name in names])
+    return _Dataclass(cls, [flatten(getattr(value, name), tensors) for name in names])
 
 
 class _Dataclass(NamedTuple):

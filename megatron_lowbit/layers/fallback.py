@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lowbit.numerics import gemm
@@ -37,19 +36,20 @@ def recompute_unless_finite(
         bias: (N,), or None.
         count: int64 scalar to which 1 is added for a product that is not finite, or None.
     """
-    sources = [x.source if isinstance(x, WithSource) else x for x in (lhs, rhs)]
-    if y.numel() == 0 or not all(isinstance(source, Tensor) for source in sources):
+    left, right = (x.source if isinstance(x, WithSource) else x for x in (lhs, rhs))
+    if y.numel() == 0 or not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return y
     if y.is_cuda:
-        from megatron_lowbit.kernels.fallback import largest_bits, recompute
+        from megatron_lowbit.kernels.amaxes import matrix_amax
+        from megatron_lowbit.kernels.conditional import recompute
 
-        amax = largest_bits(y)
-        recompute(y, amax, *sources, bias)
-        failed = ~amax.view(torch.float32).isfinite()
+        amax = matrix_amax(y)
+        recompute(y, amax, left, right, bias)
+        failed = ~amax.isfinite()
     else:
         failed = ~y.isfinite().all()
         if failed:
-            y = gemm(*sources, bias, None, y.dtype)
+            y = gemm(left, right, bias, None, y.dtype)
     if count is not None:
         count += failed
     return y

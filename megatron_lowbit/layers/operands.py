@@ -60,14 +60,14 @@ def start_wgrad_input(context: LinearContext, saved: Any) -> Callable[[], Any]:
     That returns wgrad's right operand of all tokens: the transpose (K, M), or fprop's own (M, K)
     where wgrad takes its values.
     """
-    source, gathered = context.plan()[Gemm.WGRAD, Role.INPUT].source, lambda: saved
+    source, gathered = context.plan()[Gemm.WGRAD, Role.INPUT].source, None
     gemm = Gemm.WGRAD if source is Source.TENSOR else Gemm.FPROP
     if context.shards.sequence_parallel:
         by_rows = isinstance(saved, Tensor) or gemm == Gemm.FPROP
         gathered = start_gather(saved, context.shards.group, 0 if by_rows else 1)
 
     def wgrad_input() -> Any:
-        operand = gathered()
+        operand = saved if gathered is None else gathered()
         if isinstance(operand, Tensor):
             operand = quantize_all_tokens(context, gemm, operand, gemm == Gemm.FPROP)
         if source is Source.REQUANTIZED:

@@ -8,6 +8,7 @@ from argparse import Namespace
 
 from megatron_lowbit.arguments.parse import OF_GPUS
 from megatron_lowbit.errors import require
+from megatron_lowbit.kernels.support import has_kernel
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 
 Rows = dict[str, object]
@@ -177,7 +178,7 @@ def _reads_signs(precision: LinearPrecision) -> bool:
     """Return True if a GPU's fresh signs are read by the CPU: for operands without a kernel."""
     gemms = precision.gemms.values()
     fresh = [gemm for gemm in gemms if gemm.hadamard and gemm.hadamard.signs == "fresh"]
-    return any(not side.has_kernel for gemm in fresh for side in gemm.sides if side)
+    return any(not has_kernel(side) for gemm in fresh for side in gemm.sides if side)
 
 
 def mxnorm(args: Namespace, recipe: Recipe) -> Rows:

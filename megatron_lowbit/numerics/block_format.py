@@ -21,14 +21,9 @@ class BlockFormat(ABC):
     ``scale_bits`` is the width of a block scale. ``OPTIONS`` names the fields that a recipe may
     set, with their values, the default first.
 
-    A GPU quantizes a format in eager torch unless ``scale_kernel`` names a Triton function of its
-    scales, as ``module:function``, which gets ``kernel_options``. It takes the amaxes of blocks
-    (``kernels/scales.py``) or, where ``scales_from_numbers``, a block (``kernels/block_codes.py``).
-    ``scale_element`` is the element format of stored scales, None for powers of two and FP32.
-    ``scale_dtype`` is then the dtype of stored scales; square blocks repeat theirs for each row if
-    ``repeats_scales``. Decoding multiplies block and tensor scale first where
-    ``multiplies_scales``, and rounds there. Operands that are ``exact_in_bf16`` are multiplied by
-    BF16 tensor cores, others in FP32, where no faster route takes them (``kernels/routes.py``).
+    ``scale_dtype`` is the dtype of stored scales; square blocks repeat theirs for each row if
+    ``repeats_scales``. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,
+    others in FP32, where no faster route takes them (``kernels/routes.py``).
     """
 
     name: str
@@ -41,9 +36,7 @@ class BlockFormat(ABC):
     scale_bits: ClassVar[int]
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {}
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
-    scale_element: ClassVar[ElementFormat | None] = None
     repeats_scales: ClassVar[bool] = True
-    multiplies_scales: ClassVar[bool] = False
 
     @abstractmethod
     def encode(
@@ -106,16 +99,6 @@ class BlockFormat(ABC):
         return 1
 
     @property
-    def scale_kernel(self) -> str | None:
-        """Triton function of the scales, as ``module:function``; None if there is none."""
-        return None
-
-    @property
-    def scales_from_numbers(self) -> bool:
-        """True if a block's scale depends on its numbers, not on their amax alone."""
-        return False
-
-    @property
     def exact_in_bf16(self) -> bool:
         """True if an element times its block scale is a BF16 number."""
         return False
@@ -124,11 +107,6 @@ class BlockFormat(ABC):
     def folds(self) -> bool:
         """True if a code times its block's scale is an FP8 number, as in ``folding.py``."""
         return False
-
-    @property
-    def kernel_options(self) -> Any:
-        """Constants for ``scale_kernel``: a tuple of integers."""
-        return ()
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of the stored scales of (rows, columns), whole blocks along columns."""

@@ -158,11 +158,6 @@ class Quantizer:
     rounding: Rounding = Rounding.NEAREST_EVEN
     splits_mean: bool = False
 
-    @property
-    def has_kernel(self) -> bool:
-        """True if the kernels of GPUs quantize so; the reference does otherwise."""
-        return self.format.scale_kernel is not None and not self.splits_mean
-
     def __call__(
         self, x: Tensor, amax: Tensor | DelayedAmax | None = None, **options: Any
     ) -> QuantizedTensor:

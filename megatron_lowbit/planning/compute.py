@@ -11,6 +11,7 @@ from collections import Counter
 from math import log2
 from typing import NamedTuple
 
+from megatron_lowbit.kernels.support import kernel_of
 from megatron_lowbit.numerics import Quantizer, Rounding
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
 from megatron_lowbit.numerics.plan import Moment, Source
@@ -256,7 +257,8 @@ def _extra_ps(gemm: str, quantizer: Quantizer, precision: LinearPrecision, gpu: 
     transform = precision.gemms[gemm].hadamard
     extra = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
     extra += gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
-    extra += gpu["chosen_scale_ps"] * quantizer.format.scales_from_numbers
+    kernel = kernel_of(quantizer.format)
+    extra += gpu["chosen_scale_ps"] * (kernel is not None and kernel.from_numbers)
     return extra + gpu["mean_ps"] * quantizer.splits_mean
 
 

@@ -88,7 +88,7 @@ def main(cases: list[str]) -> None:
 
     from megatron_lowbit.kernels import (
         amaxes,
-        delayed,
+        conditional,
         grouped_gemm,
         launch,
         launch_sections,
@@ -141,8 +141,8 @@ def main(cases: list[str]) -> None:
     for module, names in (
         (launch, ["quantize_kernel"]),
         (launch_sections, ["quantize_kernel", "amax_kernel"]),
-        (amaxes, ["amax_kernel", "row_amax_kernel"]),
-        (delayed, ["_own_amax_kernel", "_record_kernel"]),
+        (amaxes, ["amax_kernel"]),
+        (conditional, ["_record_kernel"]),
         (grouped_gemm, ["grouped_kernel", "stacked_kernel"]),
     ):
         for name in names:

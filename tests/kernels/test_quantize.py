@@ -9,6 +9,7 @@ import torch
 
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.kernels.support import kernel_of
 from megatron_lowbit.numerics import (
     FORMATS,
     Draw,
@@ -46,7 +47,7 @@ OPTIONS = {
     "ms-eden torchao": ("ms-eden", {"arithmetic": "torchao"}),
     "nvfp4-2d 256 16/17": ("nvfp4-2d", {"max_scale": 256, "sixteen_seventeenths": True}),
 }  # fmt: skip
-KERNELS = {name: format for name, format in FORMATS.items() if format.scale_kernel}
+KERNELS = {name: format for name, format in FORMATS.items() if kernel_of(format)}
 ALL = KERNELS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
 # The interpreter takes a second for a tile of 64 rows: there one of them, not whole, is enough.
 RAGGED = (72 if DEVICE == "cuda" else 24, 200)

@@ -47,7 +47,6 @@ class FP8Tile(BlockFormat):
     block: int = TILE  # type: ignore[misc]  # the other formats' is their class's
 
     scale_bits = 32
-    scale_kernel = "megatron_lowbit.kernels.scales:fp8_tile_scales"
     scale_dtype = torch.float32
     repeats_scales = False
     # A program of the kernels holds a tile; one of 256x256 is too large.
@@ -67,11 +66,6 @@ class FP8Tile(BlockFormat):
     def folds(self) -> bool:
         """True for power-of-two scales."""
         return self.scale_format == "pow2"
-
-    @property
-    def kernel_options(self) -> tuple[int]:
-        """Constants for ``scale_kernel``: 1 for power-of-two scales."""
-        return (int(self.scale_format == "pow2"),)
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
@@ -96,14 +90,8 @@ class FP8Tensor(BlockFormat):
     block = 1
     tensor_scaled = True
     scale_bits = 0
-    scale_kernel = "megatron_lowbit.kernels.scales:fp8_tensor_scales"
     scale_dtype = torch.float32
     OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2")}
-
-    @property
-    def kernel_options(self) -> tuple[int]:
-        """Constants for ``scale_kernel``: 1 for power-of-two scales."""
-        return (int(self.scale_format == "pow2"),)
 
     @property
     def exact_in_bf16(self) -> bool:

@@ -36,7 +36,6 @@ class FP8Row(BlockFormat):
     block = 1
     row_scaled = True
     scale_bits = 0
-    scale_kernel = "megatron_lowbit.kernels.scales:fp8_row_scales"
     scale_dtype = torch.float32
 
     def encode(

@@ -89,19 +89,7 @@ class MSEden(BlockFormat):
     scale_bits = 8
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {"arithmetic": ("quartet2", "torchao")}
     scale_dtype = torch.float8_e4m3fn
-    scale_element = E4M3
-    scales_from_numbers = True
     exact_in_bf16 = True
-
-    @property
-    def scale_kernel(self) -> str:
-        """The arithmetic's own."""
-        return f"megatron_lowbit.kernels.block_codes:ms_eden_{self.arithmetic}"
-
-    @property
-    def kernel_options(self) -> tuple[float, ...]:
-        """Numbers that amaxes are scaled to: of a block's scale and element, or of both."""
-        return (TOP,) if self.arithmetic == "torchao" else (AMAX_SCALE, AMAX_ELEMENT)
 
     @property
     def random_bits(self) -> int:

@@ -80,18 +80,11 @@ class MX(BlockFormat):
     block: int = BLOCK  # type: ignore[misc]  # the other formats' is their class's
 
     scale_bits = 8
-    scale_kernel = "megatron_lowbit.kernels.scales:mx_scales"
     OPTIONS: ClassVar = {
         "scale_rounding": ("floor", "rceil", "ceil", "even"),
         "three_quarters": (False, True),
         "block": (BLOCK, 16),
     }
-
-    @property
-    def kernel_options(self) -> tuple[int, int, int]:
-        """Index of the scale's rounding, 1 for three quarters, emax, for ``scale_kernel``."""
-        rounding = self.OPTIONS["scale_rounding"].index(self.scale_rounding)
-        return rounding, int(self.three_quarters), self.element.max_exponent
 
     @property
     def exact_in_bf16(self) -> bool:

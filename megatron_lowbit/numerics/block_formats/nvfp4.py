@@ -92,7 +92,6 @@ class NVFP4(BlockFormat):
     tensor_scaled = True
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
-    scale_element = E4M3
     OPTIONS: ClassVar = {
         "block_scales": ("e4m3", "foldable", "foldable-up"),
         "four_over_six": ("none", "mse", "mae", "abs_max"),
@@ -109,32 +108,9 @@ class NVFP4(BlockFormat):
         return super().__str__().replace("four_over_six", "4/6").replace("max_scale", "max")
 
     @property
-    def scale_kernel(self) -> str | None:
-        """Kernel of the scales, or of the choice between two."""
-        if self.scales_from_numbers:
-            return "megatron_lowbit.kernels.block_codes:four_over_six"
-        return "megatron_lowbit.kernels.scales:nvfp4_scales"
-
-    @property
-    def kernel_options(self) -> tuple[float, float, int, int]:
-        """S_enc * amax, divisor of block amaxes, indices of the scales' rounding and the error.
-
-        The divisor is 0 where they are multiplied by a sixth of S_enc.
-        """
-        rounding = self.OPTIONS["block_scales"].index(self.block_scales)
-        selection = self.OPTIONS["four_over_six"].index(self.four_over_six)
-        divisor = 0.0 if self.multiplies_by_sixth else self.element_max
-        return self.element_max * self.top_scale, divisor, rounding, selection
-
-    @property
-    def scales_from_numbers(self) -> bool:
-        """True where the better of two scales is chosen."""
-        return self.four_over_six != "none"
-
-    @property
     def draws(self) -> int:
         """Two where two candidates are rounded."""
-        return 2 if self.scales_from_numbers else 1
+        return 1 if self.four_over_six == "none" else 2
 
     @property
     def folds(self) -> bool:
@@ -154,7 +130,7 @@ class NVFP4(BlockFormat):
     @property
     def multiplies_by_sixth(self) -> bool:
         """True if a block's amax is multiplied by a sixth of S_enc, not divided by the element."""
-        return not self.scales_from_numbers and not self.sixteen_seventeenths
+        return self.four_over_six == "none" and not self.sixteen_seventeenths
 
     @property
     def exact_in_bf16(self) -> bool:

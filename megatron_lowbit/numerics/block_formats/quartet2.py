@@ -44,16 +44,7 @@ class Quartet2(BlockFormat):
     tensor_scaled = True
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
-    scale_element = E4M3
-    scale_kernel = "megatron_lowbit.kernels.block_codes:quartet2"
-    scales_from_numbers = True
     exact_in_bf16 = True
-    multiplies_scales = True
-
-    @property
-    def kernel_options(self) -> tuple[float, float]:
-        """Largest block scale and what a block's amax becomes, for ``scale_kernel``."""
-        return MAX_SCALE, E2M1.max
 
     @property
     def draws(self) -> int:

@@ -74,14 +74,7 @@ class UE5M3(BlockFormat):
 
     block = BLOCK
     scale_bits = 8
-    scale_element = SCALE
-    scale_kernel = "megatron_lowbit.kernels.scales:ue5m3_scales"
     OPTIONS: ClassVar = {"tensor_scaled": (True, False)}
-
-    @property
-    def kernel_options(self) -> tuple[float]:
-        """S_enc * amax, 0 without a tensor scale, for ``scale_kernel``."""
-        return (UE5M3_MAX * E2M1.max if self.tensor_scaled else 0.0,)
 
     @property
     def exact_in_bf16(self) -> bool:

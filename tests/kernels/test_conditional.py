@@ -1,4 +1,4 @@
-"""Delayed scaling in the cast against the reference: codes, scales and what is recorded."""
+"""Kernels that an amax decides about: delayed scaling in the cast, and the fallback product."""
 
 import math
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels import launch
+from megatron_lowbit.kernels.amaxes import matrix_amax
+from megatron_lowbit.kernels.conditional import recompute
 from megatron_lowbit.numerics import (
     FORMATS,
     AmaxHistory,
@@ -108,3 +110,25 @@ def test_an_amax_that_is_there_already():
         launch.quantize_both(x.to(DEVICE), ROW, COL, amaxes), expected, strict=True
     ):
         check_same(mine, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [None, torch.nan, -torch.inf])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_fallback(dtype, bad, has_bias):
+    """Integers: all sums are exact, in any order."""
+    if DEVICE == "cpu" and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies the bits of BF16 numbers")
+    generator = torch.Generator().manual_seed(1)
+    lhs = torch.randint(-4, 5, (70, 50), generator=generator).to(dtype).to(DEVICE)
+    rhs = torch.randint(-4, 5, (50, 90), generator=generator).to(dtype).to(DEVICE).t()
+    bias = torch.arange(90, dtype=dtype, device=DEVICE) if has_bias else None
+    y = torch.randn(70, 90, generator=generator).to(dtype).to(DEVICE)
+    before = y.clone()
+    if bad is not None:
+        y[3, 80] = bad
+    amax = matrix_amax(y)
+    recompute(y, amax, lhs, rhs, bias)
+    right = lhs.double() @ rhs.double().t() + (0 if bias is None else bias.double())
+    assert torch.equal(y, before if bad is None else right.to(dtype))
+    assert amax.isfinite() == (bad is None)
