@@ -95,15 +95,21 @@ def _register(formats: Iterable[BlockFormat]) -> None:
     """Add formats to ``FORMATS``, and their classes to those that torch unpickles.
 
     Raises:
-        ValueError: there are none, or one is no format or has a name that is taken.
+        ValueError: there are none, or one is no format, has a name that is taken, or the attribute
+            ``scale_kernel`` of versions up to 0.2.0.
     """
     given = tuple(formats)
     new = {format.name: format for format in given if isinstance(format, BlockFormat)}
     if not new or len(new) != len(given):
         raise ValueError("FORMATS must be a tuple of BlockFormat objects with different names")
-    for name in new:
+    for name, format in new.items():
         if name in FORMATS:
             raise ValueError(f"there is a format {name} already; name the new one otherwise")
+        if hasattr(format, "scale_kernel"):
+            raise ValueError(
+                f"{name}.scale_kernel has no effect: register the class with "
+                "megatron_lowbit.kernels.support.kernel_of"
+            )
     add_safe_globals([*{type(format) for format in new.values()}])
     FORMATS.update(new)
 

@@ -80,6 +80,12 @@ def test_an_option_of_the_new_format(tmp_path):
         ("x = 1", ["FORMATS must be a tuple of BlockFormat"]),
         ("FORMATS = ('own4',)", ["FORMATS must be a tuple of BlockFormat"]),
         (MODULE.replace("NAME", "nvfp4"), ["there is a format nvfp4 already"]),
+        (
+            MODULE
+            + "class Own(type(FORMATS[0])):\n    scale_kernel = 'scales:own'\n"
+            + "FORMATS = (Own(**vars(FORMATS[0])),)\n",
+            ["own4.scale_kernel has no effect", "kernels.support.kernel_of"],
+        ),
     ],
 )
 def test_a_bad_file(tmp_path, module, parts):
