@@ -184,6 +184,7 @@ def test_scripts_for_hybrids_and_for_gpts():
     assert parse(pattern, hybrid=True).num_layers == 4
 
 
+@pytest.mark.slow
 def test_a_refusal_leaves_with_exit_code_2(start_script, tmp_path):
     script, output = tmp_path / "script.py", tmp_path / "output.txt"
     script.write_text(

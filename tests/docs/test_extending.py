@@ -104,6 +104,7 @@ def cases() -> Tensor:
     return x
 
 
+@pytest.mark.slow
 def test_unknown_without_the_recipe(extended, run_code):
     """A file beside a recipe is not run unless a recipe that is loaded names it."""
     code = "import torch\nm.load_recipe('nvfp4')\n"

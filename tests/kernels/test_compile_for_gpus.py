@@ -44,7 +44,7 @@ STACK = 64
 """Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
-QUICK = ["mxfp8", "nvfp4", "fp8"]
+QUICK = ["nvfp4", "fp8"]
 
 
 @pytest.mark.parametrize(

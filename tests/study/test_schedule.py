@@ -70,6 +70,7 @@ def began(folder: Path) -> list[int]:
     return sorted({json.loads(line)["began"] for line in lines})
 
 
+@pytest.mark.slow
 def test_runs_stop_in_time_and_go_on_elsewhere(study, write_script, tmp_path, capsys):
     """A run that is stopped is not finished; its folder may be carried to another machine."""
     # In four seconds at most six iterations: the script resumes after the seventh.
