@@ -10,6 +10,9 @@ RUN := runs/nvfp4
 STDLIB := $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packages test tests
 
+# Without it each process of the tests compiles the package's source again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: pretrain parity performance-page test test-all
 pretrain: .venv/installed data/stdlib.idx
 	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \

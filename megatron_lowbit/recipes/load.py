@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from os import PathLike, fspath
 from pathlib import Path
@@ -262,6 +263,10 @@ def _load(
     return raw, recipe
 
 
+_parsed = lru_cache(maxsize=64)(read_yaml)
+"""Commands and switches read the same recipes many times; PyYAML takes half of the time."""
+
+
 def _read(name_or_path: str) -> tuple[Any, str]:
     if name_or_path.endswith((".yaml", ".yml")):
         entry: Any = Path(name_or_path)
@@ -277,7 +282,7 @@ def _read(name_or_path: str) -> tuple[Any, str]:
         entry = shipped[name_or_path]
     text = read_text(entry, f"recipe file {name_or_path}")
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
-        raw = read_yaml(text)
+        raw = deepcopy(_parsed(text))
     if entry.name == f"{_FAMILY}.yaml" and name_or_path in raw:
         return {"name": name_or_path} | raw[name_or_path], f"{name_or_path}.yaml"
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):
