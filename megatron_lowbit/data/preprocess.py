@@ -34,7 +34,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.data.corpus import DEFAULT_KEYS, Corpus, Document, add_corpus_arguments
 from megatron_lowbit.data.dataset import data_digest
-from megatron_lowbit.data.tokenizer import Tokenizer, ids_beyond_model, load_tokenizer
+from megatron_lowbit.data.tokenizer import (
+    TOKENIZER_TYPE,
+    Tokenizer,
+    ids_beyond_model,
+    load_tokenizer,
+)
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import check_file, check_folder, replace_text, writing
 from megatron_lowbit.json_files import read_object
@@ -107,11 +112,11 @@ def preprocess(
     arguments or input, and if there is no document.
     """
     keys = json_keys or DEFAULT_KEYS
-    most = _WORKERS_PER_CPU * (os.cpu_count() or 1)
-    is_possible = 1 <= workers <= most
-    require(is_possible, f"--workers {workers}: at least 1 and at most {most} on this machine")
+    limit = _WORKERS_PER_CPU * (os.cpu_count() or 1)
+    is_possible = 1 <= workers <= limit
+    require(is_possible, f"--workers {workers}: at least 1 and at most {limit} on this machine")
     require(len(set(keys)) == len(keys), f"--json-keys {' '.join(keys)}: each key once")
-    tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model, None)
+    tokenizer = load_tokenizer(TOKENIZER_TYPE, tokenizer_model, None)
     corpus = Corpus(inputs, json_keys, pattern, exclude)
     prefixes = [output_prefix] if len(keys) == 1 else [f"{output_prefix}_{k}" for k in keys]
     check_targets(output_prefix, prefixes)
@@ -323,11 +328,11 @@ def _write_datasets(
 ) -> list[DatasetSummary]:
     """Write one indexed dataset for each prefix under temporary names, then rename them all."""
     summaries = [DatasetSummary(prefix) for prefix in prefixes]
-    temporary, place = temporary_path(output_prefix), f"{_ARGUMENT} {output_prefix}"
+    temporary, argument = temporary_path(output_prefix), f"{_ARGUMENT} {output_prefix}"
     for other in temporary.parent.glob(f"{_TEMPORARY}*"):
         with suppress(UserError):
-            delete_abandoned(other, place)
-    with writing(_ARGUMENT, output_prefix), temporary_folder(temporary, place):
+            delete_abandoned(other, argument)
+    with writing(_ARGUMENT, output_prefix), temporary_folder(temporary, argument):
         paths = [str(temporary / Path(prefix).name) for prefix in prefixes]
         new = partial(_indexed_dataset().IndexedDatasetBuilder, dtype=dtype)
         builders = [new(f"{path}.bin") for path in paths]

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -30,11 +30,7 @@ _CONFIG = json.dumps({
     # Otherwise decoding drops spaces before punctuation.
     "clean_up_tokenization_spaces": False,
 }, indent=2) + "\n"  # fmt: skip
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "NullTokenizer")
-
-# megatron-core zeroes the loss where the label equals the pad id. Documents are packed without
-# padding and eod must be learned, so pad is an id that no document can hold.
-_NO_PAD = -1
+TOKENIZER_TYPE = "HuggingFaceTokenizer"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,52 +63,38 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Interface of a tokenizer that the data pipeline and megatron-core's GPTDataset read.
+    """Tokenizer of a folder with tokenizer.json.
 
-    ``vocab_size`` counts ids (largest id + 1), ``eod`` ends each document, ``sha256`` is that of
-    tokenizer.json (None if there is no file). ``unique_identifiers`` enters the name of
-    megatron-core's index cache; it holds no path, so a moved folder still finds its cache.
-    ``special_tokens`` are the texts of special tokens by their ids: tokenize reads them as these.
+    Attributes:
+        vocab_size: largest id + 1.
+        eod: id that ends each document.
+        sha256: digest of tokenizer.json.
+        special_tokens: texts that ``tokenize`` reads as special tokens, by the ids of these.
     """
 
-    kind: str
     vocab_size: int
     eod: int
     tokenize: Callable[[str], list[int]]
     detokenize: Callable[[list[int]], str]
-    sha256: str | None = None
-    pad: int = _NO_PAD
-    special_tokens: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def unique_identifiers(self) -> dict[str, object]:
-        return {"class": self.kind, "vocab_size": self.vocab_size, "sha256": self.sha256}
+    sha256: str
+    special_tokens: Mapping[int, str]
 
 
 def load_tokenizer(
     tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None
 ) -> Tokenizer:
-    """Load a tokenizer by Megatron-LM's type name.
+    """Load a tokenizer, which adds no special tokens to a text.
 
-    ``HuggingFaceTokenizer``: ``tokenizer_model`` is a folder with tokenizer.json; no special
-    tokens are added to the text. ``NullTokenizer``: the text is ids separated by spaces, below
-    ``vocab_size``; eod is the id ``vocab_size``, so the vocabulary has one id more.
-    Raises UserError if the arguments or the folder's files do not fit.
+    Args:
+        tokenizer_type: Megatron-LM's name of the type; only HuggingFaceTokenizer is supported.
+        tokenizer_model: folder with tokenizer.json.
+        vocab_size: size that the tokenizer must have; None for any.
+
+    Raises:
+        UserError: the arguments or the folder's files do not fit.
     """
-    if tokenizer_type == "NullTokenizer":
-        is_size = vocab_size is not None and vocab_size > 0
-        require(is_size, "--vocab-size: NullTokenizer needs a positive vocabulary size")
-        eod = vocab_size or 0
-        return Tokenizer(
-            kind=tokenizer_type,
-            vocab_size=eod + 1,
-            eod=eod,
-            tokenize=lambda text: [int(word) for word in text.split()],
-            detokenize=lambda ids: " ".join(map(str, ids)),
-        )
-    types = ", ".join(TOKENIZER_TYPES)
-    is_known = tokenizer_type == "HuggingFaceTokenizer"
-    require(is_known, f"--tokenizer-type {tokenizer_type}: choose one of {types}")
+    is_known = tokenizer_type == TOKENIZER_TYPE
+    require(is_known, f"--tokenizer-type {tokenizer_type}: choose {TOKENIZER_TYPE}")
     if tokenizer_model is None:
         raise UserError("--tokenizer-model: give the folder that holds tokenizer.json")
     tokenizer = _hugging_face_tokenizer(Path(tokenizer_model))
@@ -149,7 +131,6 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
             return model.encode(text, add_special_tokens=False).ids
 
     return Tokenizer(
-        kind="HuggingFaceTokenizer",
         vocab_size=largest + 1,
         eod=eod,
         tokenize=tokenize,
@@ -180,7 +161,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:
 
 
 def _largest_id(model: tokenizers.Tokenizer) -> int:
-    """Return the largest token id. Ids may have holes, so their number says less."""
+    """Return the largest token id; ids may have gaps."""
     return max(model.get_vocab(with_added_tokens=True).values(), default=0)
 
 
@@ -204,12 +185,6 @@ def ids_beyond_model(folder: Path, largest: int | None = None) -> str | None:
         f"{folder}: token ids go up to {largest}, but the model has {rows} rows (vocab_size of "
         f"config.json); training it on these ids needs --padded-vocab-size {largest + 1} or more"
     )
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """Return the smallest multiple of ``divisible_by * tp_size`` that holds ``vocab_size`` ids."""
-    multiple = divisible_by * tp_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from megatron.training.utils.common_utils import (
 from megatron_lowbit.data.conversations import Conversations
 from megatron_lowbit.data.dataset import check_dataset, check_part, data_digest
 from megatron_lowbit.data.index_cache import building, cache_folder
-from megatron_lowbit.data.tokenizer import padded_vocab_size
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.megatron.run.conversations import (
@@ -54,10 +53,11 @@ def provide_datasets(
 
     # Rank 0 builds the cached indices while other ranks wait.
     builds_cache = config.path_to_cache is not None and dist.get_rank() == 0
-    prefixes = _prefixes(config.blend, config.blend_per_split)
-    with building(Path(config.path_to_cache), prefixes) if builds_cache else nullcontext():
-        kind = _classes(args)[0]
-        return BlendedMegatronDatasetBuilder(kind, list(num_samples), is_built_here, config).build()
+    with ExitStack() as stack:
+        if builds_cache:
+            stack.enter_context(building(Path(config.path_to_cache), data_prefixes(args)))
+        cls = _classes(args)[0]
+        return BlendedMegatronDatasetBuilder(cls, list(num_samples), is_built_here, config).build()
 
 
 provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron-LM reads it.
@@ -69,21 +69,14 @@ def has_mtp(args: Namespace, vp_stage: int | None) -> bool:
     return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
-def embedding_rows(args: Namespace) -> int:
-    """Return the number of rows of the model's embedding, over all tensor-parallel ranks."""
-    if args.padded_vocab_size is not None:
-        return args.padded_vocab_size
-    multiple, ranks = args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    return padded_vocab_size(args.vocab_size, multiple, ranks)
-
-
 def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
-    """Return the class of the datasets and that of their configuration."""
+    """Return the classes of the datasets and of their configuration."""
     if args.sft:
         return ConversationDataset, ConversationsConfig
-    kind = GPTFIMDataset if args.fim_data else GPTDataset
-    config = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
-    return MockGPTDataset if args.mock_data else kind, config
+    cls, config = GPTDataset, GPTDatasetConfig
+    if args.fim_data:
+        cls, config = GPTFIMDataset, GPTFIMDatasetConfig
+    return MockGPTDataset if args.mock_data else cls, config
 
 
 def data_prefixes(args: Namespace) -> list[str]:
@@ -94,7 +87,8 @@ def data_prefixes(args: Namespace) -> list[str]:
     """
     _check_per_split(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return _prefixes(blend, blend_per_split)
+    parts = (blend, *(blend_per_split or ()))
+    return [prefix for part in parts if part for prefix in part[0]]
 
 
 def _config(args: Namespace) -> GPTDatasetConfig:
@@ -102,8 +96,8 @@ def _config(args: Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if not args.mock_data and not prefixes:
         raise UserError("--data-path: give a dataset's prefix, or --mock-data")
-    _, kind = _classes(args)
-    same_names = {f.name for f in dataclasses.fields(kind) if f.init} & vars(args).keys()
+    _, config_class = _classes(args)
+    same_names = {f.name for f in dataclasses.fields(config_class) if f.init} & vars(args).keys()
     settings = {name: getattr(args, name) for name in same_names} | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -114,17 +108,12 @@ def _config(args: Namespace) -> GPTDatasetConfig:
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
-    return kind(**settings | _data_settings(args, prefixes))
-
-
-def _prefixes(blend: _Blend | None, per_split: list[_Blend | None] | None) -> list[str]:
-    """Return the datasets of one blend, or of one for each split."""
-    return [prefix for part in (blend, *(per_split or ())) if part for prefix in part[0]]
+    return config_class(**settings | _data_settings(args, prefixes))
 
 
 def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
     """Check the data, and return the settings that depend on its kind."""
-    tokenizer, rows = get_tokenizer(), embedding_rows(args)
+    tokenizer, rows = get_tokenizer(), args.padded_vocab_size
     if tokenizer.vocab_size > rows:
         say_on_rank_0(
             f"--tokenizer-model: the tokenizer has {tokenizer.vocab_size} ids, the model's "
@@ -133,7 +122,7 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
     if args.sft:
         files = {path: Conversations(path) for path in prefixes}
         for path, conversations in files.items():
-            say_on_rank_0(f"--sft: {path} has {len(conversations)} conversations, one a sequence")
+            say_on_rank_0(f"--sft: {path} has {len(conversations)} conversations, one per sequence")
         root = args.data_cache_path
         return {
             "tokenizer": conversation_tokenizer(tokenizer, args.sft_tokenizer_prompt_format),

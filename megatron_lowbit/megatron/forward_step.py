@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lowbit.data.dataset import beyond_rows
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.megatron.datasets import embedding_rows, has_mtp
+from megatron_lowbit.megatron.datasets import has_mtp
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _SPIKE_FACTOR = 10
@@ -97,7 +97,7 @@ def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
 
     A tensor-parallel embedding would treat them as another rank's, and train on zeros.
     """
-    size, rows = get_tokenizer().vocab_size, embedding_rows(args)
+    size, rows = get_tokenizer().vocab_size, args.padded_vocab_size
     for name in ("tokens", "labels"):
         smallest, largest = (int(value) for value in torch.aminmax(loaded[name]))
         if smallest < 0 or largest >= size:
