@@ -50,6 +50,11 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def requiring(source: str) -> Callable[[bool, str], None]:
+    """Return :func:`require` for messages about a source, such as a file, which they begin with."""
+    return lambda condition, message: require(condition, f"{source}: {message}")
+
+
 def require_type(name: str, value: object, expected: Any, wanted: str) -> None:
     """Raise TypeError for an argument of another type: "x is a NumPy array, not a tensor"."""
     if not isinstance(value, expected):
@@ -110,8 +115,8 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         if error.errno not in _PLACES:
             raise
-        place = "" if error.filename is None else f"{error.filename}: "
-        sys.stderr.write(f"error: {printable(place)}{error.strerror}\n")
+        path = "" if error.filename is None else f"{error.filename}: "
+        sys.stderr.write(f"error: {printable(path)}{error.strerror}\n")
         code = 2
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"{printable(str(interrupt)) or 'interrupted'}\n")

@@ -1,4 +1,4 @@
-"""Files of conversations: a JSON object a line, as Megatron-LM's ``--sft`` reads them."""
+"""Files of conversations: one JSON object per line, as Megatron-LM's ``--sft`` reads them."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class Conversations:
     """Sequence of the conversations in a file, of which only an index is in memory.
 
     A line is ``{"messages": [{"role": "user", "content": "..."}, ...]}``. In a line of several
-    conversations, each begins with a message of the role ``system``. Empty lines are left out.
+    conversations, each begins with a message of the role ``system``. Empty lines are ignored.
 
     Raises UserError where the file cannot be read or has no conversation, or a line holds something
     else, or a conversation that begins with an answer or has none.
@@ -39,7 +39,7 @@ class Conversations:
                 raise
             raise UserError(f"{path}: {reason(error)}; --sft reads .jsonl files") from None
         require(bool(index), f"{path}: holds no conversation")
-        # First byte, last byte + 1, line number, and place among the line's conversations.
+        # First byte, last byte + 1, line number, and index among the line's conversations.
         self._index = np.array(index, np.int64)
         self._bytes = np.memmap(path, np.uint8, "r")
 
@@ -50,9 +50,9 @@ class Conversations:
     def __getitem__(self, number: int) -> Conversation:
         """Read a conversation from the file."""
         start, end, _, part = self._index[number]
-        return _parse(self._bytes[start:end].tobytes(), self.place(number))[part]
+        return _parse(self._bytes[start:end].tobytes(), self.location(number))[part]
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         """Return the file and the line of a conversation, for messages."""
         return f"{self._path}:{self._index[number, 2]}"
 
@@ -70,20 +70,22 @@ class Conversations:
         )
 
 
-def _parse(line: bytes, place: str) -> list[Conversation]:
+def _parse(line: bytes, source: str) -> list[Conversation]:
     """Return the conversations of a line."""
-    messages = as_object(parse_json(line, place), place).get("messages")
+    messages = as_object(parse_json(line, source), source).get("messages")
     if not isinstance(messages, list) or not messages:
-        raise UserError(f'{place}: "messages" must be a list of messages')
+        raise UserError(f'{source}: "messages" must be a list of messages')
     conversations: list[Conversation] = []
     for message in messages:
-        role = text_of(message, "role", place)
-        text_of(message, "content", place)
+        role = text_of(message, "role", source)
+        text_of(message, "content", source)
         if role == "system" or not conversations:
             conversations.append([])
         conversations[-1].append(message)
     for conversation in conversations:
         roles = [message["role"] for message in conversation]
-        require("assistant" in roles, f"{place}: a conversation without a message of the assistant")
-        require(roles[0] != "assistant", f"{place}: a conversation begins with the assistant")
+        require(
+            "assistant" in roles, f"{source}: a conversation without a message of the assistant"
+        )
+        require(roles[0] != "assistant", f"{source}: a conversation begins with the assistant")
     return conversations

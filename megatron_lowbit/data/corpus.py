@@ -63,7 +63,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="NAME",
-        help="file and folder names to leave out, e.g. tests site-packages",
+        help="file and folder names to ignore, e.g. tests site-packages",
     )  # fmt: skip
 
 
@@ -82,8 +82,8 @@ class Corpus:
 
     Attributes:
         files: the inputs in order: a file as it is, a folder's files sorted.
-        skipped: those of folders that :meth:`documents` found not to be UTF-8.
-        split: those that :meth:`documents` split into several documents.
+        skipped: files of folders that :meth:`documents` has found not to be UTF-8.
+        split: files that :meth:`documents` has split into several documents.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Corpus:
                     yield from _lines(path, stored, unpacked, self._json_keys or DEFAULT_KEYS)
                 else:
                     # Only what is decompressed may be much larger than its file.
-                    most = -1 if unpacked is stored else _MOST_BYTES + 1
-                    content = unpacked.read(most)
+                    limit = -1 if unpacked is stored else _MOST_BYTES + 1
+                    content = unpacked.read(limit)
                     require(
-                        len(content) != most,
+                        len(content) != limit,
                         f"{path}: decompresses to a text of more than {_MOST_BYTES >> 30} GiB; "
                         "decompress it",
                     )
@@ -228,7 +228,7 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _holds_lines(path: Path, unpacked: BinaryIO) -> bool:
-    """Return whether a file has one JSON object per line, by its name or its first two lines."""
+    """Return True if a file has one JSON object per line, by its name or its first two lines."""
     if _LINES_NAME.search(path.name):
         return True
     lines = iter(partial(unpacked.readline, _MOST_BYTES), b"")
@@ -247,10 +247,10 @@ def _lines(
     """Yield a document for each line that is not empty; errors name file:line."""
     read = 0
     for number, line in enumerate(iter(partial(unpacked.readline, _MOST_BYTES), b""), 1):
-        place = f"{path}:{number}"
-        require(len(line) < _MOST_BYTES, f"{place}: longer than {_MOST_BYTES >> 30} GiB")
+        source = f"{path}:{number}"
+        require(len(line) < _MOST_BYTES, f"{source}: longer than {_MOST_BYTES >> 30} GiB")
         if line.strip():
-            texts = _texts_of(parse_json(line, place), keys, place)
+            texts = _texts_of(parse_json(line, source), keys, source)
             position = stored.tell()
             yield Document(texts, position - read)
             read = position
@@ -283,25 +283,25 @@ def _records(
     return [_texts_of(parsed, keys, str(path))]
 
 
-def _texts_of(record: object, keys: Sequence[str], place: str) -> tuple[str, ...]:
-    return tuple(text_of(record, key, place) for key in keys)
+def _texts_of(record: object, keys: Sequence[str], source: str) -> tuple[str, ...]:
+    return tuple(text_of(record, key, source) for key in keys)
 
 
-def text_of(record: Any, key: str, place: str) -> str:
+def text_of(record: Any, key: str, source: str) -> str:
     """Return the string under a key of parsed JSON.
 
     Raises UserError, naming the place, where there is no such string, or one that is not Unicode.
     """
     if not isinstance(record, dict):
-        raise UserError(f"{place}: a JSON object is expected, not {type(record).__name__}")
+        raise UserError(f"{source}: a JSON object is expected, not {type(record).__name__}")
     if key not in record:
         there = textwrap.shorten(", ".join(record), 200, placeholder=" ...")
-        raise UserError(f"{place}: key {key!r} is missing; there are {there}")
+        raise UserError(f"{source}: key {key!r} is missing; there are {there}")
     text = record[key]
     if not isinstance(text, str):
-        raise UserError(f"{place}: key {key!r} must hold a string, not {type(text).__name__}")
+        raise UserError(f"{source}: key {key!r} must hold a string, not {type(text).__name__}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise UserError(f"{place}: key {key!r} holds a lone surrogate (\\ud800-\\udfff)") from None
+        raise UserError(f"{source}: key {key!r} holds a lone surrogate (\\ud800-\\udfff)") from None
     return text

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, requiring
 from megatron_lowbit.json_files import Entries, read_object
 
 _CHECKED_TOKENS = 1 << 24
 _CHUNK = 1 << 22
-_ANEW = "preprocess the data again"
+_AGAIN = "preprocess the data again"
 _MAX_EPOCHS = 100_000
 """Far more than data can be repeated with use; Megatron-LM's index of them takes seconds."""
 _DOCUMENT_BYTES = 16
@@ -71,26 +71,23 @@ def read_index(prefix: str) -> DatasetIndex:
     boundaries that do not describe documents one after another.
     """
     path, start = Path(f"{prefix}.idx"), _INDEX_HEADER.size
-    place = f"--data-path {prefix}: {path}"
+    check = requiring(f"--data-path {prefix}")
     for file in (path, Path(f"{prefix}.bin")):
-        require(
-            file.is_file(),
-            f"--data-path {prefix}: {file} is missing; a dataset is PREFIX.bin and PREFIX.idx",
-        )
+        check(file.is_file(), f"{file} is missing; a dataset is PREFIX.bin and PREFIX.idx")
     with path.open("rb") as stream:
         header = stream.read(start)
-    require(header.startswith(_INDEX_MAGIC), f"{place} is not the index of a Megatron dataset")
-    require(len(header) == start, f"{place} is truncated; {_ANEW}")
+    check(header.startswith(_INDEX_MAGIC), f"{path} is not the index of a Megatron dataset")
+    check(len(header) == start, f"{path} is truncated; {_AGAIN}")
     _, version, code, sequences, boundaries = _INDEX_HEADER.unpack(header)
-    require(
+    check(
         version == 1 and 1 <= code <= len(_DTYPES),
-        f"{place} has version {version} and dtype code {code}; only version 1 with codes 1 to "
+        f"{path} has version {version} and dtype code {code}; only version 1 with codes 1 to "
         f"{len(_DTYPES)} can be read",
     )
     dtype = np.dtype(_DTYPES[code - 1])
     size, promised = path.stat().st_size, start + 12 * sequences + 8 * boundaries
-    require(size == promised, f"{place} has {size} bytes, its header promises {promised}; {_ANEW}")
-    require(sequences > 0, f"--data-path {prefix}: the dataset is empty")
+    check(size == promised, f"{path} has {size} bytes, its header promises {promised}; {_AGAIN}")
+    check(sequences > 0, "the dataset is empty")
     lengths = np.memmap(path, np.int32, "r", start, (sequences,))
     offsets = np.memmap(path, np.int64, "r", start + 4 * sequences, (sequences,))
     documents = np.memmap(path, np.int64, "r", start + 12 * sequences, (boundaries,))
@@ -98,10 +95,9 @@ def read_index(prefix: str) -> DatasetIndex:
     # Boundaries of documents among the sequences.
     rises = boundaries > 1 and documents[0] == 0 and documents[-1] == sequences
     rises = rises and not (np.diff(documents) < 0).any()
-    require(
+    check(
         bool(rises),
-        f"--data-path {prefix}: the document boundaries of {prefix}.idx do not rise from 0 to "
-        f"{sequences}; {_ANEW}",
+        f"the document boundaries of {path} do not rise from 0 to {sequences}; {_AGAIN}",
     )
     return DatasetIndex(dtype, lengths, data_bytes)
 
@@ -120,7 +116,7 @@ def _check_sequences(
             raise UserError(
                 f"--data-path {prefix}: sequence {number} of {prefix}.idx has length "
                 f"{lengths[number]} and offset {offsets[number]}, which does not follow the one "
-                f"before; {_ANEW}"
+                f"before; {_AGAIN}"
             )
         end = int(ends[-1])
     return end
@@ -190,26 +186,22 @@ def check_dataset(
         tokenizer_model: the folder with tokenizer.json; None for other tokenizers.
         rows: rows of the model's embedding; None for a model with as many as needed.
     """
-    index, place = read_index(prefix), f"--data-path {prefix}"
-    size, promised = Path(f"{prefix}.bin").stat().st_size, index.data_bytes
-    is_whole = size == promised
-    require(
-        is_whole, f"{place}: {prefix}.bin has {size} bytes, its index promises {promised}; {_ANEW}"
-    )
-    has_integers = np.issubdtype(index.dtype, np.integer)
-    require(has_integers, f"{place}: holds {index.dtype}, not token ids")
+    index, check = read_index(prefix), requiring(f"--data-path {prefix}")
+    data = f"{prefix}.bin"
+    size, promised = Path(data).stat().st_size, index.data_bytes
+    check(size == promised, f"{data} has {size} bytes, its index promises {promised}; {_AGAIN}")
+    check(np.issubdtype(index.dtype, np.integer), f"holds {index.dtype}, not token ids")
     recorded = 0
     if Path(f"{prefix}.json").is_file():
         recorded = _check_sidecar(prefix, vocab_size, tokenizer_model)
-    tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")[:_CHECKED_TOKENS]
+    tokens = np.memmap(data, index.dtype, "r")[:_CHECKED_TOKENS]
     smallest, largest = int(tokens.min()), max(int(tokens.max()), recorded)
-    require(
+    check(
         smallest >= 0 and largest < vocab_size,
-        f"{place}: has token ids from {smallest} to {largest}, the tokenizer {vocab_size} ids "
+        f"has token ids from {smallest} to {largest}, the tokenizer {vocab_size} ids "
         "from 0; give the one the data was made with",
     )
-    has_rows = rows is None or largest < rows
-    require(has_rows, f"{place}: {beyond_rows(largest, rows or 0)}")
+    check(rows is None or largest < rows, beyond_rows(largest, rows or 0))
 
 
 def beyond_rows(largest: int, rows: int) -> str:
@@ -228,7 +220,7 @@ def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) ->
     made_with, made_size = sidecar.get("tokenizer_sha256"), entries.integer("vocab_size")
     require(
         entries.string("data_sha256") == data_digest(data),
-        f"--data-path {prefix}: {data} is not the data that {path} describes; {_ANEW}",
+        f"--data-path {prefix}: {data} is not the data that {path} describes; {_AGAIN}",
     )
     file = Path(tokenizer_model or "", "tokenizer.json")
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
@@ -236,6 +228,6 @@ def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) ->
         made_with == sha256 if made_with and sha256 else made_size <= vocab_size,
         f"--data-path {prefix}: made with the tokenizer of sha256 {str(made_with)[:12]} and "
         f"{made_size} ids, but --tokenizer-model has {str(sha256)[:12]} and {vocab_size} ids; "
-        f"give that one or {_ANEW}",
+        f"give that one or {_AGAIN}",
     )
     return entries.integer("largest_id", 0, least=0)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import requiring
 from megatron_lowbit.json_files import MAX_DEPTH, is_inside
 
 _MOST_VALUES = 1_000_000
@@ -73,125 +73,123 @@ _PARAM_GROUP: _Rules = (
 )
 
 
-def _check_values(values: Mapping[str, Any], rules: _Rules, place: str) -> None:
+def _check_values(values: Mapping[str, Any], rules: _Rules, source: str) -> None:
     """Raise UserError for a value that breaks the rule of its name; missing ones pass."""
+    check = requiring(source)
     for names, is_valid, wanted in rules:
         for name in filter(values.__contains__, names.split()):
-            text = f"{place}: {name} {_show(values[name])}: must be {wanted}"
-            require(is_valid(values[name]), text)
+            check(is_valid(values[name]), f"{name} {_show(values[name])}: must be {wanted}")
 
 
-def check_metadata(metadata: Any, place: str) -> None:
+def check_metadata(metadata: Any, source: str) -> None:
     """Raise UserError where torch's ``.metadata`` does not describe tensors in files of its folder.
 
-    ``place`` is the file, for errors.
+    ``source`` is the file, for errors.
     """
+    check = requiring(source)
     is_metadata = isinstance(metadata, Metadata)
-    require(is_metadata, f"{place}: holds {type(metadata).__name__}, not torch's Metadata")
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
-    require(isinstance(entries, dict), f"{place}: state_dict_metadata: must be a dictionary")
-    require(isinstance(places, dict), f"{place}: storage_data: must be a dictionary")
-    for name in {stored.relative_path for stored in places.values()}:
+    check(is_metadata, f"holds {type(metadata).__name__}, not torch's Metadata")
+    entries, locations = metadata.state_dict_metadata, metadata.storage_data
+    check(isinstance(entries, dict), "state_dict_metadata: must be a dictionary")
+    check(isinstance(locations, dict), "storage_data: must be a dictionary")
+    for name in {stored.relative_path for stored in locations.values()}:
         inside = isinstance(name, str) and is_inside(name)
-        require(inside, f"{place}: {_show(name)}: not the name of a file in this folder")
-    for index, stored in places.items():
+        check(inside, f"{_show(name)}: not the name of a file in this folder")
+    for index, stored in locations.items():
         named = isinstance(index, MetadataIndex) and index.fqn in entries
-        require(named, f"{place}: storage_data: {_show(index)}: no entry of this name")
-        is_place = isinstance(stored, _StorageInfo)
-        require(is_place, f"{place}: {index.fqn}: {type(stored).__name__} instead of a place")
+        check(named, f"storage_data: {_show(index)}: no entry of this name")
+        is_location = isinstance(stored, _StorageInfo)
+        check(is_location, f"{index.fqn}: {type(stored).__name__} instead of a place")
         span = {"offset": stored.offset, "length": stored.length}
-        _check_values(span, _SPAN, f"{place}: {index.fqn}")
+        _check_values(span, _SPAN, f"{source}: {index.fqn}")
     for key, entry in entries.items():
-        require(isinstance(key, str), f"{place}: key {_show(key)}: must be a string")
+        check(isinstance(key, str), f"key {_show(key)}: must be a string")
         if isinstance(entry, TensorStorageMetadata):
-            _check_tensor(key, entry, places, f"{place}: {key}")
+            _check_tensor(key, entry, locations, f"{source}: {key}")
         else:
-            is_object = isinstance(entry, BytesStorageMetadata) and MetadataIndex(key) in places
-            require(is_object, f"{place}: {key}: neither a tensor nor an object of a file")
+            is_object = isinstance(entry, BytesStorageMetadata) and MetadataIndex(key) in locations
+            check(is_object, f"{key}: neither a tensor nor an object of a file")
 
 
 def _check_tensor(
-    key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any], place: str
+    key: str, entry: TensorStorageMetadata, locations: Mapping[Any, Any], source: str
 ) -> None:
-    size, dtype = entry.size, entry.properties.dtype
+    check, size, dtype = requiring(source), entry.size, entry.properties.dtype
     shaped = isinstance(size, tuple) and all(map(_is_count, size))
-    require(shaped, f"{place}: size {_show(size)}: must be a shape")
-    require(isinstance(dtype, torch.dtype), f"{place}: dtype {_show(dtype)}: must be torch's")
-    require(entry.chunks or not math.prod(size), f"{place}: has no chunks")
+    check(shaped, f"size {_show(size)}: must be a shape")
+    check(isinstance(dtype, torch.dtype), f"dtype {_show(dtype)}: must be torch's")
+    check(entry.chunks or not math.prod(size), "has no chunks")
     for chunk in entry.chunks:
         is_chunk = isinstance(chunk, ChunkStorageMetadata)
-        require(is_chunk, f"{place}: {type(chunk).__name__} in its chunks")
+        check(is_chunk, f"{type(chunk).__name__} in its chunks")
         pairs = list(zip(chunk.offsets, chunk.sizes, size, strict=True))
         inside = all(_is_count(o) and _is_count(s) and o + s <= n for o, s, n in pairs)
-        require(inside, f"{place}: chunk {_show(chunk)}: outside of a tensor {list(size)}")
+        check(inside, f"chunk {_show(chunk)}: outside of a tensor {list(size)}")
         numbers = math.prod(chunk.sizes)
-        stored = places.get(MetadataIndex(key, chunk.offsets))
-        require(stored is not None or not numbers, f"{place}: chunk {_show(chunk)}: has no place")
+        stored = locations.get(MetadataIndex(key, chunk.offsets))
+        check(stored is not None or not numbers, f"chunk {_show(chunk)}: has no place")
         # Compressed chunks may be shorter.
         if stored is not None and not stored.transform_descriptors:
             least = numbers * dtype.itemsize
             enough = stored.length >= least
-            require(enough, f"{place}: chunk {_show(chunk)}: {stored.length} bytes, not {least}")
+            check(enough, f"chunk {_show(chunk)}: {stored.length} bytes, not {least}")
 
 
-def check_common_state(state: Any, place: str) -> None:
+def check_common_state(state: Any, source: str) -> None:
     """Raise UserError where the common state of a checkpoint is none that Megatron-LM writes.
 
-    ``place`` is the checkpoint's folder, for errors.
+    ``source`` is the checkpoint's folder, for errors.
     """
     is_state = isinstance(state, dict)
-    require(is_state, f"{place}: its common state is damaged ({type(state).__name__})")
-    _check_size(state, place)
-    _check_values(state, _COMMON_STATE, place)
+    requiring(source)(is_state, f"its common state is damaged ({type(state).__name__})")
+    _check_size(state, source)
+    _check_values(state, _COMMON_STATE, source)
     if "args" in state:
-        args, place_of_args = state["args"], f"{place}: args"
-        are_args = isinstance(args, Namespace)
-        require(are_args, f"{place_of_args}: {type(args).__name__} instead of arguments")
+        args, check = state["args"], requiring(f"{source}: args")
+        check(isinstance(args, Namespace), f"{type(args).__name__} instead of arguments")
         for name, value in vars(args).items():
-            require(isinstance(name, str), f"{place_of_args}: {_show(name)}: must be a name")
+            check(isinstance(name, str), f"{_show(name)}: must be a name")
             # Comparisons of these have no truth value.
-            plain, shown = not hasattr(value, "__array__"), type(value).__name__
-            require(plain, f"{place_of_args}: {name}: {shown} is no argument's value")
-        _check_values(vars(args), _ARGUMENTS, place_of_args)
-    for group in _groups(state.get("optimizer", {}), place):
-        where = f"{place}: optimizer: param_groups"
-        require(isinstance(group, dict), f"{where}: {_show(group)}: must be a dictionary")
-        _check_values(group, _PARAM_GROUP, where)
+            is_plain = not hasattr(value, "__array__")
+            check(is_plain, f"{name}: {type(value).__name__} is no argument's value")
+        _check_values(vars(args), _ARGUMENTS, f"{source}: args")
+    source_of_groups = f"{source}: optimizer: param_groups"
+    check = requiring(source_of_groups)
+    for group in _groups(state.get("optimizer", {}), source):
+        check(isinstance(group, dict), f"{_show(group)}: must be a dictionary")
+        _check_values(group, _PARAM_GROUP, source_of_groups)
         # Adam's step reads both; a schedule sets the rates and decays that are missing.
-        both = ("eps" in group) == ("betas" in group)
-        require(both, f"{where}: has one of eps and betas, not both")
-        require(not group.get("amsgrad"), f"{where}: amsgrad: Megatron-LM has no such optimizer")
+        check(("eps" in group) == ("betas" in group), "has one of eps and betas, not both")
+        check(not group.get("amsgrad"), "amsgrad: Megatron-LM has no such optimizer")
 
 
-def _groups(optimizer: Any, place: str) -> Iterable[Any]:
+def _groups(optimizer: Any, source: str) -> Iterable[Any]:
     """Return the parameter groups of an optimizer, or of all that are chained."""
-    is_state = isinstance(optimizer, dict | list)
-    require(is_state, f"{place}: optimizer {_show(optimizer)}: must be a dictionary")
+    check, is_state = requiring(source), isinstance(optimizer, dict | list)
+    check(is_state, f"optimizer {_show(optimizer)}: must be a dictionary")
     if isinstance(optimizer, list):
-        return chain.from_iterable(_groups(part, place) for part in optimizer)
+        return chain.from_iterable(_groups(part, source) for part in optimizer)
     if "optimizer" in optimizer:  # the state of torch's optimizer within Megatron-LM's
-        return _groups(optimizer["optimizer"], place)
+        return _groups(optimizer["optimizer"], source)
     if all(type(key) is int for key in optimizer):
-        return _groups(list(optimizer.values()), place)
+        return _groups(list(optimizer.values()), source)
     groups: list[Any] = optimizer.get("param_groups", [])
-    is_list = isinstance(groups, list)
-    require(is_list, f"{place}: optimizer: param_groups {_show(groups)}: must be a list")
+    check(isinstance(groups, list), f"optimizer: param_groups {_show(groups)}: must be a list")
     return groups
 
 
-def _check_size(state: Any, place: str) -> None:
+def _check_size(state: Any, source: str) -> None:
     """Raise UserError for values that are nested too deeply or too many to be walked through."""
-    level = [state]
-    total = 0
+    check, level, total = requiring(source), [state], 0
     for _ in range(MAX_DEPTH):
         level = list(islice(chain.from_iterable(map(_inner, level)), _MOST_VALUES + 1))
         total += len(level)
-        require(total <= _MOST_VALUES, f"{place}: more than {_MOST_VALUES:,} values")
+        check(total <= _MOST_VALUES, f"more than {_MOST_VALUES:,} values")
         longest = max((value.bit_length() for value in level if type(value) is int), default=0)
-        require(longest <= _MOST_BITS, f"{place}: an integer of {longest:,} bits")
+        check(longest <= _MOST_BITS, f"an integer of {longest:,} bits")
         if not level:
             return
-    require(False, f"{place}: nested more than {MAX_DEPTH} deep")
+    check(False, f"nested more than {MAX_DEPTH} deep")
 
 
 def _inner(value: Any) -> Iterable[Any]:

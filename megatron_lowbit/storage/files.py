@@ -226,7 +226,7 @@ def _document_digest(document: dict[str, Any]) -> str:
 
 
 def replaced_directory(path: Path) -> Path:
-    """Return where a checkpoint's directory is while another takes its place."""
+    """Return the path of a checkpoint's directory while another takes its place."""
     return path.with_name(f".{path.name}.replaced")
 
 
@@ -254,10 +254,14 @@ def is_replacement(path: Path) -> bool:
 
 
 def discard_replaced(path: Path) -> None:
-    """Move what was set aside for a checkpoint out of the way, for ``delete_hidden``."""
-    hidden = path.with_name(f".{path.name}.deleted")
+    """Move the directory that was set aside for a checkpoint to where it will be deleted."""
+    hidden = _deleted_directory(path)
     remove(hidden)
     os.rename(replaced_directory(path), hidden)
+
+
+def _deleted_directory(path: Path) -> Path:
+    return path.with_name(f".{path.name}.deleted")
 
 
 def settle_replaced(directory: Path) -> None:
@@ -290,7 +294,7 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
         path = iteration_directory(directory, number)
         if path.is_symlink() or number == named:
             continue
-        hidden = path.with_name(f".{path.name}.deleted")
+        hidden = _deleted_directory(path)
         try:
             rename(path, hidden)
             shutil.rmtree(hidden)
@@ -299,7 +303,7 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
 
 
 def delete_hidden(directory: Path) -> None:
-    """Delete what was moved out of DIR's checkpoints to be deleted, also by a killed run."""
+    """Delete the directories that this run, or a killed one, has moved out of DIR's checkpoints."""
     for hidden in _hidden(directory, "deleted"):
         remove(hidden)
 

@@ -27,7 +27,7 @@ class FolderLock:
 
     Args:
         folder: an existing folder, which gets the file ``.lock`` with host and process.
-        place: the folder as errors name it; by default that of ``--save``.
+        label: the folder as errors name it; ``--save FOLDER`` by default.
         file: another file for host and process.
 
     Raises:
@@ -35,9 +35,9 @@ class FolderLock:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, folder: Path, place: str = "", file: Path | None = None) -> None:
+    def __init__(self, folder: Path, label: str = "", file: Path | None = None) -> None:
         self._file, self._is_mine = file or folder / LOCK, False
-        place = place or f"--save {folder}"
+        label = label or f"--save {folder}"
         self._descriptor = self._open()
         try:
             if not self._taken():
@@ -45,7 +45,7 @@ class FolderLock:
                 name = "process {process} on {host}".format(**holder) if holder else ""
                 require(
                     _is_earlier_start(holder),
-                    f"{place}: in use by {name or 'another process'}; end that run or give another "
+                    f"{label}: in use by {name or 'another process'}; end that run or give another "
                     f"folder (delete {self._file} only if its host is down)",
                 )
                 # The file system has not yet noticed that the host of that start is gone.
@@ -53,11 +53,11 @@ class FolderLock:
                 self._file.unlink(missing_ok=True)
                 os.close(self._descriptor)
                 self._descriptor = self._open()
-                require(self._taken(), f"{place}: another start of this job took it first")
+                require(self._taken(), f"{label}: another start of this job took it first")
             content = os.pread(self._descriptor, 4096, 0).strip(b"\0")  # zeros: after a power loss
             require(
                 not content or bool(_parse(content)),
-                f"{place}: {self._file} is of another program; move it or give another place",
+                f"{label}: {self._file} is of another program; move it or give another place",
             )
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(_this_process()).encode() + b"\n", 0)
@@ -102,23 +102,23 @@ def output_lock(output: Path) -> FolderLock:
 
 
 @contextmanager
-def temporary_folder(path: Path, place: str) -> Iterator[Path]:
+def temporary_folder(path: Path, label: str) -> Iterator[Path]:
     """Make and lock a folder of this command, and delete it at the end.
 
-    One that a killed process left is deleted first. Raises UserError, which names ``place``, where
+    One that a killed process left is deleted first. Raises UserError, which names ``label``, where
     another process uses the folder, or it was not made by this function.
     """
-    delete_abandoned(path, place)
-    require(not os.path.lexists(path), f"{place}: {path} is in the way; move it")
+    delete_abandoned(path, label)
+    require(not os.path.lexists(path), f"{label}: {path} is in the way; move it")
     path.mkdir(parents=True)
-    with closing(FolderLock(path, place)):
+    with closing(FolderLock(path, label)):
         try:
             yield path
         finally:
             shutil.rmtree(path)
 
 
-def delete_abandoned(path: Path, place: str) -> None:
+def delete_abandoned(path: Path, label: str) -> None:
     """Delete a folder that :func:`temporary_folder` made for a process that was killed.
 
     Raises UserError if the process has not ended.
@@ -128,7 +128,7 @@ def delete_abandoned(path: Path, place: str) -> None:
     with suppress(OSError):
         path.rmdir()  # It was killed before it had the lock.
     if (path / LOCK).is_file():
-        with closing(FolderLock(path, place)):
+        with closing(FolderLock(path, label)):
             shutil.rmtree(path)
 
 
@@ -142,7 +142,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    """Return what a process has written about itself; nothing where it is not that."""
+    """Return the record that a process has written of itself; {} for any other content."""
     try:
         entries = Entries(parse_json(content, LOCK), LOCK)
         holder: dict[str, Any] = {

@@ -134,28 +134,28 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
     read_metadata = _read_metadata
 
-    def read_tensor(self, place: _StorageInfo) -> torch.Tensor:
+    def read_tensor(self, location: _StorageInfo) -> torch.Tensor:
         """Read one stored chunk of a tensor to the CPU without an additional copy."""
-        with self._open(place) as file:
-            tensor: torch.Tensor = load_restricted(file.name, self._slice_file(file, place))
+        with self._open(location) as file:
+            tensor: torch.Tensor = load_restricted(file.name, self._slice_file(file, location))
             return tensor
 
-    def read_bytes(self, place: _StorageInfo) -> bytes:
+    def read_bytes(self, location: _StorageInfo) -> bytes:
         """Read a stored object, which stays pickled."""
-        with self._open(place) as file:
-            file.seek(place.offset)
-            return file.read(place.length)
+        with self._open(location) as file:
+            file.seek(location.offset)
+            return file.read(location.length)
 
-    def read_object(self, place: _StorageInfo) -> Any:
+    def read_object(self, location: _StorageInfo) -> Any:
         """Load a stored object; raise UserError where it is damaged or could run code."""
-        file = Path(self.path) / place.relative_path
-        return load_restricted(file, io.BytesIO(self.read_bytes(place)))
+        file = Path(self.path) / location.relative_path
+        return load_restricted(file, io.BytesIO(self.read_bytes(location)))
 
     @contextmanager
-    def _open(self, place: _StorageInfo) -> Iterator[BinaryIO]:
-        path = Path(self.path) / place.relative_path
+    def _open(self, location: _StorageInfo) -> Iterator[BinaryIO]:
+        path = Path(self.path) / location.relative_path
         try:
-            _check_length(path, place.offset + place.length)
+            _check_length(path, location.offset + location.length)
             with open(path, "rb") as file:
                 yield file
         except OSError as error:
@@ -189,9 +189,9 @@ def check_lengths(path: Path) -> None:
         require(any(path.glob("**/*.pt")), f"{path / '.metadata'}: missing")
         return
     ends: dict[str, int] = {}
-    for place in Reader(path).read_metadata().storage_data.values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for location in Reader(path).read_metadata().storage_data.values():
+        end = location.offset + location.length
+        ends[location.relative_path] = max(end, ends.get(location.relative_path, 0))
     for name, end in ends.items():
         _check_length(path / name, end)
 
@@ -199,7 +199,7 @@ def check_lengths(path: Path) -> None:
 def read_objects(path: Path, keys: Container[str] | None = None) -> Iterator[tuple[Path, str, Any]]:
     """Yield file, key and content of a checkpoint's objects, loaded without running code.
 
-    Tensors of sharded checkpoints are not read, those of ``*.pt`` files are mapped into memory.
+    Tensors of sharded checkpoints are not read; tensors of ``*.pt`` files are mapped into memory.
 
     Args:
         path: folder of the checkpoint, in any format.
@@ -218,16 +218,16 @@ def read_objects(path: Path, keys: Container[str] | None = None) -> Iterator[tup
         return
     reader = Reader(path)
     metadata = reader.read_metadata()
-    for index, place in metadata.storage_data.items():
+    for index, location in metadata.storage_data.items():
         key, entry = index.fqn, metadata.state_dict_metadata[index.fqn]
         if not isinstance(entry, BytesStorageMetadata) or not (keys is None or key in keys):
             continue
-        content = reader.read_object(place)
+        content = reader.read_object(location)
         if key == COMMON:
             check_common_state(the_only(content, path), str(path))
         elif key in _PARTS_OF_COMMON:
             check_common_state({key: content}, str(path))
-        yield path / place.relative_path, key, content
+        yield path / location.relative_path, key, content
 
 
 def the_only(content: Any, path: Path) -> Any:

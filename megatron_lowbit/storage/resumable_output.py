@@ -177,12 +177,12 @@ def restore_replaced(final: Path) -> bool:
     return is_lost
 
 
-def in_files(contents: Iterable[Any], most: int) -> list[list[Any]]:
+def in_files(contents: Iterable[Any], limit: int) -> list[list[Any]]:
     """Group contents by their ``nbytes`` into files of up to ``most`` bytes or one larger entry."""
     groups: list[list[Any]] = [[]]
     size = 0
     for content in contents:
-        if groups[-1] and size + content.nbytes > most:
+        if groups[-1] and size + content.nbytes > limit:
             groups.append([])
             size = 0
         groups[-1].append(content)

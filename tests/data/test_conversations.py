@@ -32,8 +32,8 @@ def test_lines_of_several_conversations_and_empty_ones(file):
     conversations = Conversations(path)
     assert [conversations[number] for number in range(3)] == [first, second, third]
     assert len(conversations) == 3
-    places = [conversations.place(number) for number in range(3)]
-    assert places == [f"{path}:1", f"{path}:3", f"{path}:3"]
+    locations = [conversations.location(number) for number in range(3)]
+    assert locations == [f"{path}:1", f"{path}:3", f"{path}:3"]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def train(folder, capsys, monkeypatch):
 
 
 def answer_losses(folder: Path, model: torch.nn.Module, messages: list) -> torch.Tensor:
-    """Return the cross entropy of each token that answers, from transformers and torch alone."""
+    """Return the cross entropy of each token that answers, only from transformers and torch."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "MODEL")
     tokens, is_answer = [], []
     for message in messages:
@@ -128,7 +128,7 @@ def test_loss_and_gradient_are_those_of_the_answers(train, folder, tmp_path):
         save = tmp_path / str(len(flags))
         result = train("--save", save, "--train-iters", 1, "--precision-recipe", "bf16", *flags)
         done(result)
-        assert "--sft: CHATS has 5 conversations, one a sequence" in result.stdout
+        assert "--sft: CHATS has 5 conversations, one per sequence" in result.stdout
         # FP32 sums in another order. Megatron-LM logs the mean over all tokens in either case.
         assert steps(save)[1] == pytest.approx((of_tokens.item(), norm), rel=1e-5)
 

@@ -74,7 +74,7 @@ def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTo
             f"--sft-tokenizer-prompt-format {prompt_format}: its tokens are not in the tokenizer; "
             "--tokenizer-type HuggingFaceTokenizer formats by the model's own chat template",
         )
-        masked = "all tokens" if prompt_format in _UNMASKED else "answers alone"
+        masked = "all tokens" if prompt_format in _UNMASKED else "only answers"
         say_on_rank_0(f"--sft: the format {prompt_format}, {masked} in the loss")
     else:
         require(library == "huggingface", "--sft: needs --tokenizer-type HuggingFaceTokenizer, or "
@@ -84,7 +84,7 @@ def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTo
             f"--tokenizer-model {tokenizer.path}: has no chat template, or several; give one by "
             "--chat-template",
         )
-        say_on_rank_0("--sft: the tokenizer's chat template, answers alone in the loss")
+        say_on_rank_0("--sft: the tokenizer's chat template, only answers in the loss")
     return ConversationTokenizer(tokenizer)
 
 
@@ -158,7 +158,7 @@ class ConversationDataset(SFTDataset):
         return config.files[dataset_path]
 
     def __len__(self) -> int:
-        """Return the number of samples; without one, that of conversations."""
+        """Return the number of samples; if it is None, the number of conversations."""
         return len(self.indices) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ class ConversationDataset(SFTDataset):
         Raises:
             ConversationError: the tokenizer refuses the conversation.
         """
-        where = self.dataset.place(self.indices[index % len(self.indices)])
+        where = self.dataset.location(self.indices[index % len(self.indices)])
         try:
             sample = super().__getitem__(index)
         except Exception as error:  # a template may raise any
