@@ -17,50 +17,43 @@ _FACTORIES = (
 )  # fmt: skip
 
 
-def _calling_module(depth: int) -> str:
-    """Return the name of the module whose code runs ``depth`` calls above the caller's frame."""
-    return sys._getframe(depth + 1).f_globals.get("__name__", "")
+_Function = Callable[..., Any]
 
 
-def _is_cuda(device: Any) -> bool:
-    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+def _for_callers(prefix: str, replacement: _Function, original: _Function) -> _Function:
+    """Wrap a function so that modules whose name has a prefix call another one in its place."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return (replacement if caller.startswith(prefix) else original)(*args, **kwargs)
+
+    return call
 
 
-def _with_megatron_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a tensor factory to take device "cuda" as the CPU if megatron calls it."""
+def _on_cpu(factory: _Function) -> _Function:
+    """Return a tensor factory that takes device "cuda" as the CPU."""
 
-    @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _is_cuda(kwargs.get("device")) and _calling_module(1).startswith("megatron."):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
 
     return create
 
 
-def _with_cuda_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.type`` to return CUDA types to megatron's optimizers, which need them."""
+def _with_cuda_names(type_of: _Function) -> _Function:
+    """Return a ``Tensor.type`` that names CUDA types."""
 
-    @functools.wraps(type_of)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = type_of(self, *args, **kwargs)
-        if isinstance(answer, str) and _calling_module(1).startswith("megatron.core.optimizer"):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+    def type_(*args: Any, **kwargs: Any) -> Any:
+        name = type_of(*args, **kwargs)
+        return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
     return type_
 
 
-def _for_callers(prefix: str, answer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of torch.cuda to return ``answer`` to modules whose name has a prefix."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _calling_module(1).startswith(prefix):
-            return answer
-        return original(*args, **kwargs)
-
-    return call
+def _answer(value: Any) -> _Function:
+    return lambda *_, **__: value
 
 
 class _Stream:
@@ -87,8 +80,11 @@ def patch_torch() -> None:
     # its first use.
     _device_constructors()
     for name in _FACTORIES:
-        setattr(torch, name, _with_megatron_on_cpu(getattr(torch, name)))
-    torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
+        factory = getattr(torch, name)
+        setattr(torch, name, _for_callers("megatron.", _on_cpu(factory), factory))
+    type_of = torch.Tensor.type
+    # Megatron-LM's optimizers know tensors by the names of CUDA's types.
+    torch.Tensor.type = _for_callers("megatron.core.optimizer", _with_cuda_names(type_of), type_of)
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.Tensor.record_stream = lambda *_, **__: None
     torch.nn.Module.cuda = lambda self, *_, **__: self
@@ -103,14 +99,15 @@ def patch_torch() -> None:
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.memory_stats = lambda *_, **__: Counter()  # zeros
     # megatron.training demands a device; torch's compiler, which also calls these, must see none.
-    cuda.is_available = _for_callers("megatron.training.initialize", True, cuda.is_available)
-    cuda.device_count = _for_callers("megatron.training.", 1, cuda.device_count)
-    cuda.is_initialized = _for_callers("megatron.", True, cuda.is_initialized)
-    # Megatron-LM groups experts from capability 8.0 on.
-    cuda.get_device_capability = _for_callers("megatron.", (8, 0), cuda.get_device_capability)
     properties = types.SimpleNamespace(major=0, minor=0, multi_processor_count=1, total_memory=0)
-    cuda.get_device_properties = _for_callers("megatron.", properties, cuda.get_device_properties)
-
+    for name, prefix, value in (
+        ("is_available", "megatron.training.initialize", True),
+        ("device_count", "megatron.training.", 1),
+        ("is_initialized", "megatron.", True),
+        ("get_device_capability", "megatron.", (8, 0)),  # from 8.0 on experts are grouped
+        ("get_device_properties", "megatron.", properties),
+    ):
+        setattr(cuda, name, _for_callers(prefix, _answer(value), getattr(cuda, name)))
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
