@@ -229,11 +229,6 @@ def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
     return given[:at], given[at + 1 :]
 
 
-def asks_for_help(argv: Sequence[str] | None = None) -> bool:
-    """Return whether a command line (default: the program's own) has ``-h`` or ``--help``."""
-    return not {"-h", "--help"}.isdisjoint(sys.argv[1:] if argv is None else argv)
-
-
 def print_help(parser: argparse.ArgumentParser) -> NoReturn:
     """Print the help of a parser and exit."""
     try:
@@ -286,7 +281,7 @@ def _names(choices: Iterable[Any]) -> str:
 
 class _PrintCompletion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, *__: Any) -> None:
-        import shtab  # wanted here alone
+        import shtab  # only needed here
 
         for action in _actions(parser):
             if action.metavar in _FILES or action.type is Path:

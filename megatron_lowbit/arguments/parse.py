@@ -19,7 +19,7 @@ from megatron_lowbit.arguments.precision import (
     translate_precision,
 )
 from megatron_lowbit.arguments.values import check_folders, check_samples, check_values
-from megatron_lowbit.command_line import CommandLine, asks_for_help, print_help
+from megatron_lowbit.command_line import CommandLine, print_help
 from megatron_lowbit.errors import UserError, as_user_error, require, say
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
@@ -69,16 +69,16 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     Returns:
         Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
         the tokens that Megatron-LM parsed; ``given``: the command line;
-        ``cuda_graph_impl_on_gpus`` and others of ``OF_GPUS``: those of a machine with GPUs, where
-        this one has none.
+        ``cuda_graph_impl_on_gpus`` and the others of ``OF_GPUS``: their values on a machine with
+        GPUs, where this one has none.
 
     Raises:
         UserError: an argument is unknown, has an invalid value, or contradicts another one.
     """
     parser = front_parser()
-    if asks_for_help(argv):
-        print_help(parser)
     given = list(sys.argv[1:] if argv is None else argv)
+    if not {"-h", "--help"}.isdisjoint(given):
+        print_help(parser)
     args, words = read_command_line(parser, given)
     check_values(parser, args, words)
     _check(args, words, hybrid)

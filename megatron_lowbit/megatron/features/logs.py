@@ -53,7 +53,10 @@ class QuantizationLog(Feature):
     ``norms/PATH/FIGURE``.
     """
 
-    _measurement: "Measurement | None" = None
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self._iteration = 0
+        self._measured: dict[str, Measurement | NormStatistics] = {}
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
@@ -62,20 +65,21 @@ class QuantizationLog(Feature):
     def begin_step(self, iteration: int, training: bool) -> None:
         """Begin to measure an iteration at the interval."""
         if training and iteration % self.run.args.log_quantization_error_interval == 0:
-            self._measurement = Measurement(self.run.chunks, iteration)
-            self._norms = NormStatistics(self.run.chunks, iteration)
+            self._iteration, chunks = iteration, self.run.chunks
+            self._measured = {
+                METRIC: Measurement(chunks, iteration), NORMS: NormStatistics(chunks, iteration)
+            }  # fmt: skip
 
     def after_backward(self) -> None:
-        """Write the figures of what was measured."""
-        if (measurement := self._measurement) is not None:
-            self._measurement = None
-            for metric, measured in ((METRIC, measurement.end()), (NORMS, self._norms.end())):
-                scalars = {
-                    f"{metric}/{path}/{name}": value
-                    for path, found in measured.items()
-                    for name, value in found.items()
-                }
-                write_scalars(scalars, measurement.iteration + 1)
+        """Write the figures that were measured."""
+        measured, self._measured = self._measured, {}
+        for metric, measurement in measured.items():
+            scalars = {
+                f"{metric}/{path}/{name}": value
+                for path, layer_figures in measurement.end().items()
+                for name, value in layer_figures.items()
+            }
+            write_scalars(scalars, self._iteration + 1)
 
 
 class Measurement:
@@ -241,12 +245,12 @@ def _normalized(module: MXNormColumnParallelLinear, x: Tensor) -> Tensor:
 
 def _gather(sums: dict[str, Sums], figures: Any) -> dict[str, dict[str, float]]:
     """Return the figures of every layer or norm, from the sums of all ranks."""
-    mine = {path: {k: float(v) for k, v in found.items()} for path, found in sums.items()}
+    mine = {path: {k: float(v) for k, v in values.items()} for path, values in sums.items()}
     total: dict[str, dict[str, float]] = {}
     for sums_of_rank in gather_from_ranks(mine):
-        for path, found in sums_of_rank.items():
-            add(total.setdefault(path, {}), found)
-    return {path: figures(found) for path, found in sorted(total.items())}
+        for path, values in sums_of_rank.items():
+            add(total.setdefault(path, {}), values)
+    return {path: figures(values) for path, values in sorted(total.items())}
 
 
 def write_scalars(metrics: dict[str, float], iteration: int) -> None:
@@ -281,7 +285,7 @@ class Fallbacks(Feature):
             self._iteration = number
 
     def after_backward(self) -> None:
-        """Write the counts of all ranks, and print those of this one."""
+        """Write the counts of all ranks, and print the counts of this one."""
         iteration, self._iteration = self._iteration, None
         if iteration is None:
             return
