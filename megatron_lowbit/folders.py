@@ -119,5 +119,5 @@ def writing(argument: str, path: str | Path) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return what an error of the operating system says, without its number and path."""
+    """Return the message of an error of the operating system, without its number and path."""
     return getattr(error, "strerror", None) or str(error)

@@ -1,7 +1,7 @@
 """Translation of Megatron-LM's arguments for a machine without CUDA.
 
 Command lines written for GPUs then run on a CPU, with a smaller model. :func:`adapt_to_cpu` adds
-the arguments of one table, and replaces or removes those of the other.
+the arguments of one table, and replaces or removes the arguments of the other.
 """
 
 from argparse import Namespace
@@ -78,7 +78,7 @@ _REMOVED = {
     "a CPU computes in FP32, BF16 and FP16 are slow there": "--bf16 --fp16 --fp16-lm-cross-entropy",
     "residuals are FP32 without it": "--fp32-residual-connection",
     "gradients are FP32 there, as the parameters are": "--grad-reduce-in-bf16",
-    "the process that writes checkpoints beside training copies from a GPU":
+    "the process that writes checkpoints during training copies from a GPU":
         "--async-save --use-persistent-ckpt-worker",
     _KERNEL: """
         --use-flash-attn --flash-attention-version --cross-entropy-loss-fusion

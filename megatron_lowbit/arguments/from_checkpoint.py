@@ -93,7 +93,7 @@ def _verify_arguments(path: Path) -> None:
 
 
 def _check_taken(taken: Mapping[str, Any], source: str) -> None:
-    """Check arguments of a checkpoint as those of a command line.
+    """Check arguments of a checkpoint as if they came from a command line.
 
     Args:
         taken: values by name that differ from the command line's.

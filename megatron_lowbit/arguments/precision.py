@@ -88,7 +88,7 @@ _DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in fl
 _NAMING = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
 _PARAM_GATHER = ("--fp8-param-gather", "--fp4-param-gather")
-"""Flags that mean ``--quantized-param-gather`` beside the name of a recipe."""
+"""Flags that mean ``--quantized-param-gather`` together with the name of a recipe."""
 _UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-config-file")
 
 

@@ -1,6 +1,6 @@
 """Replacements of what needs CUDA, NCCL, Transformer Engine or Triton in Megatron-LM.
 
-On a GPU, megatron's random states are those of the CUDA generator, and the seed of the CPU
+On a GPU, megatron's random states are states of the CUDA generator, and the seed of the CPU
 generator is the key of the microbatch (random_key.py). Without CUDA, one generator holds both:
 megatron may then change the numbers that it draws next, but not ``torch.initial_seed()``.
 """

@@ -123,7 +123,7 @@ def gemma_layers(args: Namespace) -> Rows:
 
 def quantized_layers(args: Namespace) -> Rows:
     """Return arguments that would leave layers unquantized."""
-    own = "a recipe takes the place of Megatron-LM's own"
+    replaced = "a recipe takes the place of Megatron-LM's own"
     reasons = {
         "--overlap-moe-expert-parallel-comm": (
             "its schedule passes by the model's forward pass", args.overlap_moe_expert_parallel_comm
@@ -131,8 +131,8 @@ def quantized_layers(args: Namespace) -> Rows:
         "--use-transformer-engine-op-fuser": (
             "its operations pass by the layers' forward pass", args.use_transformer_engine_op_fuser
         ),
-        "--fp8-format": (own, args.fp8 is not None),
-        "--fp4-format": (own, args.fp4 is not None),
+        "--fp8-format": (replaced, args.fp8 is not None),
+        "--fp4-format": (replaced, args.fp4 is not None),
         "--fp16": ("recipes quantize BF16 and FP32", vars(args).get("fp16")),
     }  # fmt: skip
     return {

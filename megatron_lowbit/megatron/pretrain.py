@@ -79,7 +79,7 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     # Again: torch's context safe_globals, which transformers' Trainer enters as it resumes, takes
     # classes off the list that were on it before.
     register_safe_globals()
-    kind = ModelType.encoder_or_decoder
+    model_type = ModelType.encoder_or_decoder
     with errors.translate_model_errors():
         model_config = model_config_of(args)
         container = pretrain_cfg_container_from_args(args, model_config)
@@ -94,7 +94,9 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     ):
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
-        pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
+        pretrain(
+            container, provide_datasets, model_type, forward_step, store=rendezvous_store(args)
+        )
 
 
 @contextmanager
@@ -240,7 +242,7 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
 
 
 def saved_in(args: Namespace) -> str:
-    """Return where the run's checkpoints are, as a part of a line."""
+    """Return a part of a line that names the folder of the run's checkpoints."""
     checkpoint = "no checkpoint in" if saved_iteration(args) is None else "checkpoint"
     return f"{checkpoint} {args.save}"
 
@@ -257,12 +259,12 @@ def free_cuda_graphs() -> None:
     delete_cuda_graphs()
 
 
-def _living(kind: type) -> list[Any]:
+def _living(cls: type) -> list[Any]:
     """Return the living objects of a class, which are parts of reference cycles.
 
     isinstance() would ask all objects for their class, which proxies of freed ones do not have.
     """
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [each for each in gc.get_objects() if issubclass(type(each), cls)]
 
 
 @contextmanager
@@ -288,7 +290,7 @@ def teardown() -> Iterator[None]:
             for loader in _living(_MultiProcessingDataLoaderIter):
                 loader._shutdown_workers()
         destroy_global_state()
-        destroy_moe_metrics_tracker()  # Its number of layers is that of the first run.
+        destroy_moe_metrics_tracker()  # It keeps the number of layers of the first run.
         # The next run may need generators of another class, as CUDA graphs do.
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
         if torch.distributed.is_initialized():
@@ -305,5 +307,5 @@ def teardown() -> Iterator[None]:
         for dispatcher in _living(MoETokenDispatcher):
             vars(dispatcher).clear()
         # Models hold process groups, and are part of reference cycles. The threads of a gloo group
-        # wake up a hundred times a second until it is collected.
+        # wake up every 10 ms until it is collected.
         gc.collect()

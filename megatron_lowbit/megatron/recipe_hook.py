@@ -118,7 +118,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
 
 
 class Switches(Feature):
-    """Precisions of a step: weights are quantized anew, and a recipe switches where it says so."""
+    """Precisions of a step: weights are quantized again, and a recipe switches where it says so."""
 
     def begin_step(self, iteration: int, training: bool) -> None:
         """Discard the quantized weights of the last step, and apply switches."""

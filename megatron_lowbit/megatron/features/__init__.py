@@ -14,7 +14,7 @@ from megatron_lowbit.recipes import Layer, Recipe
 
 
 class Feature:
-    """Part of training beside the model; the methods come in the order in which a run calls them.
+    """Part of training outside the model; a run calls the methods in this order.
 
     Args:
         run: the run's ``RecipeHook``: its recipe, arguments, chunks, layer states, and checkpoint.

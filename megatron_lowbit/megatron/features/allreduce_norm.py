@@ -83,7 +83,7 @@ class _AddAndNormalize:
         return total
 
     def request(self, x: Tensor) -> Request | None:
-        """Return how the next linear layer quantizes x (..., K), if the kernel supports it."""
+        """Return the next linear layer's request for x (..., K), if the kernel supports it."""
         linear = None if self._linear is None else self._linear()
         state = getattr(linear, "layer_state", None)
         if state is None or not (linear.training or state.plan.evaluates):
@@ -128,7 +128,7 @@ class FusedAllReduceNorm(Feature):
             decoder.final_layernorm = PrecomputedNorm(decoder.final_layernorm)
             following.append((decoder.final_layernorm, None))
         for layer in layers:
-            # megatron-core's own switch, by which the linear layer leaves out its all-reduce.
+            # megatron-core's own switch, by which the linear layer skips its all-reduce.
             layer.self_attention.linear_proj.explicit_expert_comm = True
             layer.self_attn_bda = self._addition(layer.pre_mlp_layernorm, layer.mlp.linear_fc1)
         # The last layer of a stage in the middle has no norm after it, and keeps its all-reduce.

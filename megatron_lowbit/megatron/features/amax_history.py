@@ -1,6 +1,6 @@
-"""Amax histories of delayed scaling: reduction over ranks once a step, and checkpoints.
+"""Amax histories of delayed scaling: reduction over ranks once per step, and checkpoints.
 
-A layer's histories are those of its whole tensors. Every rank with a part or a replica of the layer
+A layer's histories are of its whole tensors. Every rank with a part or a replica of the layer
 has the same histories, which therefore do not depend on the parallel layout.
 """
 

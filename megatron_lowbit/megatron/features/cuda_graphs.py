@@ -93,7 +93,7 @@ class CudaGraphs(Feature):
         self._quantize_weights()
 
     def _delete_graphs(self) -> None:
-        """Let Megatron-LM capture its graphs by layer anew in this step."""
+        """Let Megatron-LM capture its graphs by layer again in this step."""
         if self.run.args.cuda_graph_impl != "local":
             return
         torch.cuda.synchronize()
@@ -131,7 +131,7 @@ def _quantized(weight: torch.nn.Parameter, state: LayerState) -> tuple[Any, Any]
 
 
 def captured(function: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-    """Record a function in a CUDA graph; return its result, and a function that writes it anew.
+    """Record a function in a CUDA graph; return its result, and a function that rewrites it.
 
     It runs once before, which compiles its kernels.
     """

@@ -1,8 +1,8 @@
 """Codes of the weights in one bucket of the distributed optimizer: quantization and gather.
 
-A bucket's parameters lie one behind the other, and each rank owns an equal share of their elements.
+A bucket's parameters lie one after another, and each rank owns an equal share of their elements.
 Weights are quantized by rows of blocks, each by the rank that owns its first element. Codes lie in
-the bucket's order, too, so that those of a rank are contiguous, and are gathered in place.
+the bucket's order, too: a rank's codes are contiguous, and gathered in place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ def cut_rows(
 
 
 class Packed:
-    """Tensors one behind the other in one, of which each rank has a contiguous part to send.
+    """Tensors one after another in one, of which each rank has a contiguous part to send.
 
     Args:
         parts: shape and cuts of each tensor.
@@ -58,25 +58,25 @@ class Packed:
         for shape, _ in parts:
             starts.append(end)
             end += -(-torch.Size(shape).numel() // aligned) * aligned
-        self.whole = torch.zeros(end, dtype=dtype, device=device)
+        self.memory = torch.zeros(end, dtype=dtype, device=device)
         self.tensors = [
-            self.whole[start : start + torch.Size(shape).numel()].view(shape)
+            self.memory[start : start + torch.Size(shape).numel()].view(shape)
             for start, (shape, _) in zip(starts, parts, strict=True)
         ]
         self._bounds = []
         for rank in range(len(parts[0][1]) - 1 if parts else 0):
             # A part begins at the first row that no earlier rank has.
-            own = (
+            firsts = (
                 start + cuts[rank] * torch.Size(shape[1:]).numel()
                 for start, (shape, cuts) in zip(starts, parts, strict=True)
                 if cuts[rank] < cuts[-1]
             )
-            self._bounds.append(next(own, end))
+            self._bounds.append(next(firsts, end))
         self._bounds.append(end)
 
     def parts(self) -> list[Tensor]:
         """Return each rank's part."""
-        return [self.whole[begin:end] for begin, end in pairwise(self._bounds)]
+        return [self.memory[begin:end] for begin, end in pairwise(self._bounds)]
 
 
 def gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -135,7 +135,7 @@ class _Weight:
         self.context.weight_cache.operands = self.codes, of_dgrad
 
     def request(self, rows: int) -> Any:
-        """Return how so many rows are quantized."""
+        """Return the request by which so many rows are quantized."""
         return self.context.request(Gemm.FPROP, Role.WEIGHT, rows, needs_codes=True)
 
     def rows_of(self, data: Tensor, rank: int) -> Tensor:
@@ -217,18 +217,18 @@ class StoredBucket:
         ]
         self._unquantized = Packed(others, self.data.dtype, device)
         self._copy_unquantized()
-        for (_, _, parameter), own in zip(self._others, self._unquantized.tensors, strict=True):
-            parameter.data = own.view(parameter.shape)
+        for (_, _, parameter), tensor in zip(self._others, self._unquantized.tensors, strict=True):
+            parameter.data = tensor.view(parameter.shape)
 
     def _copy_unquantized(self) -> None:
-        for (start, end, _), own in zip(self._others, self._unquantized.tensors, strict=True):
-            own.copy_(self.data[start:end])
+        for (start, end, _), tensor in zip(self._others, self._unquantized.tensors, strict=True):
+            tensor.copy_(self.data[start:end])
 
     @property
     def code_bytes(self) -> int:
         """Bytes of the stored codes and scales."""
         twice = (side for _, c in self._two_code_sets for side in c.weight_cache.operands or ())
-        return sum(p.whole.nbytes for p in self._codes) + sum(side.nbytes for side in twice)
+        return sum(p.memory.nbytes for p in self._codes) + sum(side.nbytes for side in twice)
 
     @property
     def replaced_bytes(self) -> int:
@@ -273,8 +273,8 @@ class StoredBucket:
     def _own_elements(self) -> Iterator[tuple[Any, int, int]]:
         """Yield parameters of which this rank has a share, and its limits in the bucket."""
         begin, end = self.rank * self.shard, (self.rank + 1) * self.shard
-        for parameter, place in self._places:
-            first, last = max(begin, place[0]), min(end, place[1])
+        for parameter, (start, stop) in self._places:
+            first, last = max(begin, start), min(end, stop)
             if first < last:
                 yield parameter, first, last
 
@@ -326,15 +326,17 @@ class StoredBucket:
         scaled = [n for n, weight in enumerate(self._weights) if weight.format.tensor_scaled]
         if not scaled:
             return amaxes
-        own = torch.zeros(len(scaled), device=self.data.device)
+        rank_amaxes = torch.zeros(len(scaled), device=self.data.device)
         for number, n in enumerate(scaled):
             if len(rows[n]):
                 weight = self._weights[n]
                 request = weight.request(len(rows[n]))
-                own[number] = weight.context.engine.amaxes(rows[n], request, None)[0]
+                rank_amaxes[number] = weight.context.engine.amaxes(rows[n], request, None)[0]
         if self.gathers_codes and self.ranks > 1:
-            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(rank_amaxes, op=dist.ReduceOp.MAX, group=self.group)
         for number, n in enumerate(scaled):
             # The recipe may also want the maximum over tensor-parallel ranks.
-            amaxes[n] = self._weights[n].context.scale_amax(Gemm.FPROP, Role.WEIGHT, own[number])
+            amaxes[n] = self._weights[n].context.scale_amax(
+                Gemm.FPROP, Role.WEIGHT, rank_amaxes[number]
+            )
         return amaxes

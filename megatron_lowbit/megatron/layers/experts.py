@@ -2,7 +2,7 @@
 
 Megatron-LM groups experts in Transformer Engine layers only. Its grouped MLP, which takes any pair
 of linear layers, is built here from parallel linear layers, one for each of a rank's experts.
-Checkpoints are those of experts that are not grouped. Transformer Engine's grouped layers keep the
+Checkpoints are the same as without grouping. Transformer Engine's grouped layers keep the
 parameters, their sharding and their checkpoints; the product is this project's. Each expert has a
 plan and a state of its own, as if experts were not grouped.
 """
@@ -81,7 +81,7 @@ class GroupedLinear(torch.nn.ModuleList):
             shards = linear.sharded_state_dict(f"{number}.", (*sharded_offsets, offset), metadata)
             replace_prefix_for_sharding(shards, f"{number}.", prefix)
             for name, shard in shards.items():
-                # Replicas of an expert are those of its data-parallel group.
+                # An expert has a replica on each rank of its data-parallel group.
                 shard.replica_id = (*shard.replica_id[:2], groups.expt_dp.rank())
                 sharded[f"{prefix}{name.removeprefix(f'{number}.')}{number}"] = shard
         return sharded

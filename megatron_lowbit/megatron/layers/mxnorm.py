@@ -1,7 +1,7 @@
 """Norm and first linear layer of attention and MLPs as one, by MXNorm, in local layers.
 
-The names are those of Transformer Engine's fused layers, as checkpoints have them: a model goes
-from RMSNorm to MXNorm and back by an argument. A layer that the recipe keeps in high precision has
+Checkpoints have the names of Transformer Engine's fused layers: a model goes from RMSNorm to MXNorm
+and back by an argument. A layer that the recipe keeps in high precision has
 RMSNorm itself.
 """
 

@@ -210,7 +210,7 @@ class LayerState:
         )
 
     def shards(self, sequence_parallel: bool = False, allreduce_dgrad: bool = False) -> Shards:
-        """Return how tensor parallelism splits this column- or row-parallel layer."""
+        """Return the parts of this column- or row-parallel layer that tensor parallelism splits."""
         if self.features is None:
             return UNSHARDED
         if not self.is_column:
@@ -264,7 +264,7 @@ def _is_warming_up() -> bool:
 
 
 def device_of(weight: torch.Tensor | None) -> torch.device:
-    """Return where a linear layer computes, which may not be where its weight was made.
+    """Return the device on which a linear layer computes, which its weight may not be on yet.
 
     Models that are initialized on the CPU move to the GPU after their hooks ran; those on the meta
     device stay there.

@@ -113,7 +113,7 @@ class TELayerState(LayerState):
         return self.native is None and super().quantizes_weight
 
     def forget_weight(self) -> None:
-        """Quantize the weight anew in the next call: it has changed.
+        """Quantize the weight again in the next call: it has changed.
 
         megatron-core says so to its modules only where one recipe is for all of them, and never to
         those that quantize nothing.

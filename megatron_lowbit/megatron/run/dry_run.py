@@ -35,12 +35,12 @@ class Parameters(NamedTuple):
     Attributes:
         rank: parameters on one rank of a pipeline stage.
         experts: parameters of experts on that rank.
-        whole: parameters of the whole stage, over all of its ranks, without replicas.
+        stage: parameters of the whole stage, over all of its ranks, without replicas.
     """
 
     rank: int
     experts: int
-    whole: int
+    stage: int
 
 
 class Stage(NamedTuple):
@@ -66,11 +66,11 @@ def dry_run(args: Namespace) -> None:
     from megatron_lowbit.planning.report import describe_plan, planned_gpu
 
     console = plain_console(130)
-    kind, why = planned_gpu(args.dry_run_gpu)
+    gpu_name, reason = planned_gpu(args.dry_run_gpu)
     with translate_model_errors():
-        stages = model_stages(args, on_described_machine(args), gpu(kind).capability)
+        stages = model_stages(args, on_described_machine(args), gpu(gpu_name).capability)
     console.print(parameter_table(args, stages))
-    for line in describe_plan(args.given, args.world_size, kind, why):
+    for line in describe_plan(args.given, args.world_size, gpu_name, reason):
         console.print(line)
     console.print("dry run: nothing was trained, nothing was written")
 
@@ -211,7 +211,7 @@ class _OnMeta(TorchFunctionMode):
 
 def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Parameters:
     """Count the parameters of a rank and of its whole pipeline stage."""
-    rank = experts = whole = 0
+    rank = experts = stage = 0
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             size, is_expert = parameter.numel(), ".experts." in name
@@ -226,19 +226,19 @@ def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Paramete
             if getattr(parameter, "tensor_model_parallel", False):
                 dense, expert = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
                 size *= expert if is_expert else dense
-            whole += size * (args.expert_model_parallel_size if is_expert else 1)
-    return Parameters(rank, experts, whole)
+            stage += size * (args.expert_model_parallel_size if is_expert else 1)
+    return Parameters(rank, experts, stage)
 
 
 def parameter_table(args: Namespace, stages: Sequence[Stage]) -> Table:
     """Build a table of the parameters on one rank of each pipeline stage."""
-    whole = sum(stage.parameters.whole for stage in stages)
+    total = sum(stage.parameters.stage for stage in stages)
     layout = (
         f"TP {args.tensor_model_parallel_size}, CP {args.context_parallel_size}, "
         f"EP {args.expert_model_parallel_size}, PP {args.pipeline_model_parallel_size}, "
         f"DP {args.data_parallel_size}"
     )
-    table = Table(title=f"{whole:,} parameters; {args.world_size} ranks: {layout}")
+    table = Table(title=f"{total:,} parameters; {args.world_size} ranks: {layout}")
     for heading in ("pipeline stage", "blocks", "parameters on a rank", "of them experts'"):
         table.add_column(heading, justify="right")
     for number, (blocks, parameters, _) in enumerate(stages):

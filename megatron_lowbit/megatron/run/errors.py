@@ -57,14 +57,14 @@ def raise_on_all_ranks(doing: str, directory: Path | str = "") -> Iterator[None]
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         caught = error
     report = caught and _report(caught, f"cannot {doing} {directory}".rstrip())
-    failures = [failure for failure in gather_from_ranks(report) if failure is not None]
-    for is_user_error, message in failures:
+    reports = [failure for failure in gather_from_ranks(report) if failure is not None]
+    for is_user_error, message in reports:
         if is_user_error:
             raise UserError(message) from caught
     if caught is not None:
         raise caught
-    if failures:
-        raise RuntimeError(f"another rank failed: {failures[0][1]}")
+    if reports:
+        raise RuntimeError(f"another rank failed: {reports[0][1]}")
 
 
 def _report(error: BaseException, failure: str) -> tuple[bool, str]:
@@ -82,7 +82,7 @@ def _report(error: BaseException, failure: str) -> tuple[bool, str]:
 def translate_assertions() -> Iterator[None]:
     """Raise UserError with the source line for a check that fails in Megatron-LM.
 
-    Checks are assertions, and those of process groups RuntimeErrors.
+    Checks are assertions, and RuntimeErrors in the code of process groups.
     """
     try:
         yield

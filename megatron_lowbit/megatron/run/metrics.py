@@ -141,7 +141,7 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
 def check_metrics(directory: Path) -> None:
     """Raise UserError if DIR/metrics.jsonl is a file of another program.
 
-    A run would drop its lines as those of iterations that are trained again.
+    A run would drop its lines, as if their iterations were trained again.
     """
     path = directory / METRICS_FILE
     if not path.is_file():

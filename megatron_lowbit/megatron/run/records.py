@@ -72,13 +72,13 @@ def check_resumed(args: Namespace) -> None:
         source = LoadSource.of(args) if dist.get_rank() == 0 else None
         if source is not None and source.iteration and not args.skip_train:
             begins_phase = source.iteration in (args.phase_transition_iterations or ())
-            for kind, text in _differences(args, source.path):
-                if kind not in args.resume_changed and not (kind == "data" and begins_phase):
+            for name, text in _differences(args, source.path):
+                if name not in args.resume_changed and not (name == "data" and begins_phase):
                     raise UserError(
-                        f"{source.path}: saved by a run with {_OTHER[kind]}: this one has {text}; "
-                        f"--resume-changed {kind} goes on with it"
+                        f"{source.path}: saved by a run with {_OTHER[name]}: this one has {text}; "
+                        f"--resume-changed {name} goes on with it"
                     )
-                say_on_rank_0(f"resumed with {_OTHER[kind]}: {text}")
+                say_on_rank_0(f"resumed with {_OTHER[name]}: {text}")
 
 
 def _differences(args: Namespace, checkpoint: Path) -> Iterator[tuple[str, str]]:

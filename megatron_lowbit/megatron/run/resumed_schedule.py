@@ -55,8 +55,8 @@ def _reconciling(load: Any) -> Any:
 
     @wraps(load)
     def wrapped(self: Any, state: dict[str, Any]) -> None:
-        for own, saved in _pairs(self, state):
-            _reconcile(own, saved)
+        for group, saved in _pairs(self, state):
+            _reconcile(group, saved)
         load(self, state)
 
     return wrapped
@@ -65,8 +65,8 @@ def _reconciling(load: Any) -> Any:
 @cache
 def follow_schedule_arguments() -> None:
     """Let resumed runs take their schedule from where the arguments say; once in a process."""
-    for kind in (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
-        kind.load_state_dict = _reconciling(kind.load_state_dict)
+    for optimizer_class in (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
+        optimizer_class.load_state_dict = _reconciling(optimizer_class.load_state_dict)
     load_scheduler = OptimizerParamScheduler.load_state_dict
 
     @wraps(load_scheduler)
@@ -79,13 +79,13 @@ def follow_schedule_arguments() -> None:
     OptimizerParamScheduler._check_and_set = _choose
 
 
-def _choose(scheduler: OptimizerParamScheduler, own: Any, saved: Any, name: str) -> Any:
+def _choose(scheduler: OptimizerParamScheduler, value: Any, saved: Any, name: str) -> Any:
     """Return this run's or the checkpoint's value; raise UserError if neither is asked for."""
     if scheduler.override_opt_param_scheduler:
-        return own
-    if own != saved and not scheduler.use_checkpoint_opt_param_scheduler:
+        return value
+    if value != saved and not scheduler.use_checkpoint_opt_param_scheduler:
         raise UserError(
-            f"{_ARGUMENTS.get(name, name)}: the {name} is {own} in this run, but {saved} in the "
+            f"{_ARGUMENTS.get(name, name)}: the {name} is {value} in this run, but {saved} in the "
             f"checkpoint; {_CHOICE}"
         )
     return saved
@@ -108,17 +108,17 @@ def _pairs(optimizer: Any, state: dict[str, Any]) -> Iterator[tuple[Group, Group
             # Some versions of Megatron-LM write pre_wd_mult for wd_mult.
             key = tuple(group.get(name, group.get(f"pre_{name}")) for name in _STRUCTURE)
             alike[key][side].append(group)
-    for own, saved in (pair for sides in alike.values() for pair in zip_longest(*sides)):
-        if own is None or saved is None:
+    for current, saved in (pair for sides in alike.values() for pair in zip_longest(*sides)):
+        if current is None or saved is None:
             raise UserError(
                 "the checkpoint's optimizer divides the parameters into other groups, as with or "
                 "without --decoupled-lr; give the arguments of the run that saved it, or "
                 "--no-load-optim"
             )
-        yield own, saved
+        yield current, saved
 
 
-def _reconcile(own: Group, saved: Group) -> None:
+def _reconcile(current: Group, saved: Group) -> None:
     """Give both groups the learning rates that the arguments ask for.
 
     Raises:
@@ -126,24 +126,24 @@ def _reconcile(own: Group, saved: Group) -> None:
     """
     args = get_args()
     for name in _RATES:  # Older versions of Megatron-LM have none in the groups.
-        saved.setdefault(name, own.get(name))
-    rates, saved_rates = ({name: group.get(name) for name in _RATES} for group in (own, saved))
+        saved.setdefault(name, current.get(name))
+    rates, saved_rates = ({name: group.get(name) for name in _RATES} for group in (current, saved))
     if args.override_opt_param_scheduler:
         saved.update(rates)
     elif args.use_checkpoint_opt_param_scheduler:
-        own.update(saved_rates)
+        current.update(saved_rates)
     elif rates != saved_rates:
         (high, low), (saved_high, saved_low) = rates.values(), saved_rates.values()
         flags = "--lr or --min-lr"
-        if not own.get("default_config", True):
+        if not current.get("default_config", True):
             flags = "--decoupled-lr or --decoupled-min-lr"
         raise UserError(
             f"{flags}: the learning rate goes from {high} to {low} in this run, but from "
             f"{saved_high} to {saved_low} in the checkpoint; {_CHOICE}"
         )
     for name, arguments in _RESTORED.items():
-        if name in saved and saved[name] != own.get(name):
+        if name in saved and saved[name] != current.get(name):
             say_on_rank_0(
-                f"{arguments}: {saved[name]} as in the checkpoint instead of {own.get(name)}; "
+                f"{arguments}: {saved[name]} as in the checkpoint instead of {current.get(name)}; "
                 "Megatron-LM restores it with the optimizer"
             )

@@ -117,12 +117,12 @@ def use_torch_rms_norm() -> None:
         FusedLayerNorm.__new__ = staticmethod(_norm_of)
 
 
-def _norm_of(kind: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _norm_of(norm_class: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Build the norm of a configuration; without one, as when copying, an empty ``kind``."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if config is None or config.normalization == "LayerNorm":
-        return object.__new__(kind)
+        return object.__new__(norm_class)
     return WrappedTorchNorm(config, *args, **kwargs)
 
 
