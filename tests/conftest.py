@@ -128,6 +128,26 @@ def write_checkpoint():
     return write
 
 
+@pytest.fixture(scope="session")
+def write_dataset():
+    """Writes documents of consecutive token ids; it returns the dataset's prefix."""
+    import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
+
+    # isort: split
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    def write(prefix, lengths=(25,) * 40, first_token=0, dtype=np.uint16) -> str:
+        builder, begin = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype), 0
+        for length in lengths:
+            builder.add_document(first_token + np.arange(begin, begin + length) % 990, [length])
+            begin += length
+        builder.finalize(f"{prefix}.idx")
+        return str(prefix)
+
+    return write
+
+
 @pytest.fixture
 def saved(write_checkpoint, tmp_path) -> Path:
     """A folder with checkpoints of iterations 1, 2 and 3, all on record."""

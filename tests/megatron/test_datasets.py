@@ -3,7 +3,6 @@
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,6 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.forward_step import _check_ids
 
 # isort: split
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training import get_args
 
 RUN = """
@@ -22,18 +20,9 @@ RUN = """
 
 
 @pytest.fixture
-def prefix(tmp_path) -> str:
-    return write_dataset(tmp_path / "data")
-
-
-def write_dataset(prefix, first_token: int = 0, documents: int = 39) -> str:
-    """Write documents of 25 consecutive ids; no two of 39 have an id in common."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for number in range(documents):
-        ids = first_token + np.arange(number * 25, (number + 1) * 25)
-        builder.add_document(ids % 990, [25])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+def prefix(write_dataset, tmp_path) -> str:
+    """A dataset of 39 documents, no two of which have an id in common."""
+    return write_dataset(tmp_path / "data", (25,) * 39)
 
 
 @pytest.fixture
@@ -62,8 +51,10 @@ def test_the_cache_is_where_it_is_asked_for(datasets, prefix, tmp_path):
     assert list((tmp_path / "here").rglob("*.npy")) and not (tmp_path / "cache").exists()
 
 
-def test_a_blend_keeps_the_weights(datasets, tmp_path):
-    low, high = write_dataset(tmp_path / "low", 0, 19), write_dataset(tmp_path / "high", 500, 19)
+def test_a_blend_keeps_the_weights(datasets, write_dataset, tmp_path):
+    documents = (25,) * 19
+    low = write_dataset(tmp_path / "low", documents)
+    high = write_dataset(tmp_path / "high", documents, first_token=500)
     train, _, _ = datasets(f"--data-path 3 {low} 1 {high} --split 1,0,0", 40, 0, 0)
     first = [int(train[number]["tokens"][0]) for number in range(40)]
     assert sum(token >= 500 for token in first) == 10
@@ -88,8 +79,8 @@ def test_a_part_without_documents_is_left_out_where_no_sample_is_needed(datasets
     assert len(train) >= 40 and valid is test is None
 
 
-def test_each_dataset_of_a_blend_is_checked(datasets, prefix, tmp_path):
-    small = write_dataset(tmp_path / "small", documents=2)
+def test_each_dataset_of_a_blend_is_checked(datasets, prefix, write_dataset, tmp_path):
+    small = write_dataset(tmp_path / "small", (25, 25))
     with pytest.raises(UserError, match=f"{small}: the validation part has 0 of 2 documents"):
         datasets(f"--data-path 1 {prefix} 1 {small} --split 90,10,0", 1, 1, 0)
 
@@ -118,12 +109,9 @@ def test_datasets_without_weights_are_read_once(datasets, prefix):
 
 
 @pytest.fixture
-def short(tmp_path) -> str:
+def short(write_dataset, tmp_path) -> str:
     """Dataset of one document with 10 tokens, fewer than the 17 of one sample."""
-    builder = IndexedDatasetBuilder(str(tmp_path / "short.bin"), dtype=np.uint16)
-    builder.add_document(np.arange(10), [10])
-    builder.finalize(str(tmp_path / "short.idx"))
-    return str(tmp_path / "short")
+    return write_dataset(tmp_path / "short", (10,))
 
 
 @pytest.mark.parametrize(
@@ -151,8 +139,8 @@ def test_a_part_with_its_own_dataset_without_a_sample_is_refused(
         datasets(line, 1, 1, 1)
 
 
-def test_parts_with_their_own_datasets(datasets, prefix, short, tmp_path):
-    other = write_dataset(tmp_path / "other", documents=5)
+def test_parts_with_their_own_datasets(datasets, prefix, short, write_dataset, tmp_path):
+    other = write_dataset(tmp_path / "other", (25,) * 5)
     line = f"--train-data-path {prefix} --valid-data-path {other} --test-data-path {short}"
     train, valid, test = datasets(line, 40, 3, 0)
     assert len(train) >= 40 and len(valid) >= 3 and test is None
@@ -186,9 +174,17 @@ def test_a_file_of_parts_that_does_not_name_datasets(datasets, tmp_path, content
         datasets(f"--per-split-data-args-path {file}", 1, 1, 0)
 
 
-def test_data_that_does_not_fit_the_tokenizer(datasets, prefix):
-    with pytest.raises(UserError, match="ids from 0 to 974, the tokenizer 500 ids"):
-        datasets(f"--data-path {prefix} --vocab-size 500", 1, 0, 0)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--data-path {} --vocab-size 500", "ids from 0 to 974, the tokenizer 500 ids"),
+        ("--data-path {} --padded-vocab-size 974", "up to 974, but .* embedding has 974 rows"),
+        ("", "--data-path: give a dataset's prefix, or --mock-data"),
+    ],
+)
+def test_data_that_is_missing_or_does_not_fit_is_refused(datasets, prefix, line, message):
+    with pytest.raises(UserError, match=message):
+        datasets(line.format(prefix), 1, 0, 0)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model(datasets, prefix, capsys):
@@ -196,11 +192,6 @@ def test_a_tokenizer_that_does_not_fit_the_model(datasets, prefix, capsys):
     datasets(f"--data-path {prefix} --padded-vocab-size 975", 1, 0, 0)
     line = "--tokenizer-model: the tokenizer has 1000 ids, the model's embedding 975 rows; data"
     assert line in capsys.readouterr().out
-
-
-def test_data_that_does_not_fit_the_model(datasets, prefix):
-    with pytest.raises(UserError, match="up to 974, but the model's embedding has 974 rows"):
-        datasets(f"--data-path {prefix} --padded-vocab-size 974", 1, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["tokens", "labels"])
@@ -215,11 +206,6 @@ def test_a_batch_that_does_not_fit_the_model(datasets, name):
     message = r"^iteration 3: the batch has token ids up to 500, but .* has 500 rows; --padded-"
     with pytest.raises(UserError, match=message):
         _check_ids(batch, args)
-
-
-def test_a_run_without_data(datasets):
-    with pytest.raises(UserError, match="--data-path: give a dataset's prefix, or --mock-data"):
-        datasets("", 1, 0, 0)
 
 
 @pytest.mark.slow
