@@ -19,59 +19,39 @@ from megatron_lowbit.megatron.run.workarounds import (
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.utils import openai_gelu
 
-
-def arguments(**changes: object) -> Namespace:
-    values = {
-        "rope_scaling_factor": 8.0, "use_rope_scaling": False, "openai_gelu": False,
-        "bias_gelu_fusion": False,
-    }  # fmt: skip
-    return Namespace(**{**values, **changes})
+SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
+GELU, OWN = torch.nn.functional.gelu, {"rope_scaling_factor": 8.0}
 
 
-@pytest.fixture
-def config() -> SimpleNamespace:
-    """Model configuration, as Megatron-LM builds it for any arguments."""
-    transformer = SimpleNamespace(activation_func=torch.nn.functional.gelu)
-    return SimpleNamespace(rope_scaling_factor=8.0, transformer=transformer)
+@pytest.mark.parametrize(
+    ("fields", "changes", "factor", "activation"),
+    [
+        (OWN, {}, 8.0, GELU),
+        (OWN, {"rope_scaling_factor": 32.0}, 8.0, GELU),  # without effect
+        (OWN, SCALED, 32.0, GELU),
+        ({"rope_scaling_factor": 32.0}, SCALED, 32.0, GELU),
+        ({}, SCALED, None, GELU),  # a model without rotary embedding
+        (OWN, {"openai_gelu": True}, 8.0, openai_gelu),
+        # The fused function is approximate already.
+        (OWN, {"openai_gelu": True, "bias_gelu_fusion": True}, 8.0, GELU),
+    ],
+)
+def test_ignored_arguments_are_applied(fields, changes, factor, activation):
+    """A line names each change."""
+    config = SimpleNamespace(**fields, transformer=SimpleNamespace(activation_func=GELU))
+    given = {"use_rope_scaling": False, "openai_gelu": False, "bias_gelu_fusion": False}
+    args = Namespace(**OWN | given | changes)
+    lines = list(apply_ignored_arguments(config, args))
+    assert getattr(config, "rope_scaling_factor", None) == factor
+    assert config.transformer.activation_func is activation
+    expected = ["--rope-scaling-factor 32"] * (factor != fields.get("rope_scaling_factor"))
+    expected += ["--openai-gelu"] * (activation is not GELU)
+    assert lines == [f"{flag} applied: Megatron-LM ignores it" for flag in expected]
 
 
-def test_nothing_is_changed_unasked(config):
-    assert list(apply_ignored_arguments(config, arguments())) == []
-    # The factor alone means nothing.
-    assert list(apply_ignored_arguments(config, arguments(rope_scaling_factor=32.0))) == []
-    assert config.rope_scaling_factor == 8.0
-    assert config.transformer.activation_func is torch.nn.functional.gelu
-
-
-def test_the_scaling_factor(config):
-    args = arguments(use_rope_scaling=True, rope_scaling_factor=32.0)
-    (line,) = apply_ignored_arguments(config, args)
-    assert line == "--rope-scaling-factor 32 applied: Megatron-LM ignores it"
-    assert config.rope_scaling_factor == 32.0
-    # Where Megatron-LM does not ignore it, nothing is left to say.
-    assert list(apply_ignored_arguments(config, args)) == []
-
-
-def test_a_model_without_rotary_embedding(config):
-    del config.rope_scaling_factor
-    args = arguments(use_rope_scaling=True, rope_scaling_factor=32.0)
-    assert list(apply_ignored_arguments(config, args)) == []
-    assert not hasattr(config, "rope_scaling_factor")
-
-
-def test_the_approximate_gelu(config):
-    (line,) = apply_ignored_arguments(config, arguments(openai_gelu=True))
-    assert line == "--openai-gelu applied: Megatron-LM ignores it"
+def test_the_approximate_gelu_is_torchs():
     x = torch.linspace(-4, 4, 101)
-    expected = torch.nn.functional.gelu(x, approximate="tanh")
-    torch.testing.assert_close(config.transformer.activation_func(x), expected)
-    assert config.transformer.activation_func is openai_gelu
-
-
-def test_the_fused_gelu_is_approximate_already(config):
-    args = arguments(openai_gelu=True, bias_gelu_fusion=True)
-    assert list(apply_ignored_arguments(config, args)) == []
-    assert config.transformer.activation_func is torch.nn.functional.gelu
+    torch.testing.assert_close(openai_gelu(x), GELU(x, approximate="tanh"))
 
 
 def test_a_runs_configuration_has_both(monkeypatch, capsys):
