@@ -1,7 +1,10 @@
-"""Parts that runs of a few iterations leave out, because they would take longer than those."""
+"""Runs of a few iterations: hooks, results, and parts that would take longer than the runs."""
 
-from collections.abc import Iterator
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,41 @@ def without_pictures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "_draw_loss", lambda args, metrics: None)
         yield
+
+
+@contextmanager
+def hooked_runs(hook: Callable[[list, Namespace], object]) -> Iterator[None]:
+    """Call a function of the model's chunks and the arguments in runs that begin in the context."""
+    original = pretrain.run
+
+    def run(args: Namespace, hooks: Sequence = ()) -> None:
+        def call(chunks: list) -> list:
+            hook(chunks, args)
+            return chunks
+
+        original(args, [*hooks, call])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "run", run)
+        yield
+
+
+def metrics(folder: Path) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the training loss by iteration."""
+    return {step: loss for step, (loss, _) in steps(folder).items()}
+
+
+def steps(folder: Path) -> dict[int, tuple[float, float]]:
+    """Return (training loss, gradient norm) by iteration, which must be unique."""
+    logged = [m for m in metrics(folder) if "lm_loss" in m]
+    by_iteration = {m["iteration"]: (m["lm_loss"], m["grad_norm"]) for m in logged}
+    assert len(by_iteration) == len(logged)
+    return by_iteration
 
 
 def fork_results_queue() -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from tiny_run import (
+    FULL_RECOMPUTATION,
     ONE_MICROBATCH,
     OTHER_RECIPE,
     done,
@@ -19,8 +20,6 @@ from tiny_run import (
 FP8 = ("--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=2",
        "--recipe-set", "amax_history.length=4")  # fmt: skip
 TENSORWISE = ("--fp8-recipe", "fp8-tensorwise")
-FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform",
-                      "--recompute-num-layers", 1)  # fmt: skip
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 # Rows of a history: fprop's input and weight, dgrad's grad and weight, wgrad's grad and input.
 FORWARD, GRADIENTS = [0, 1, 5], [2, 4]

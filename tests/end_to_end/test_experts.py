@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import OTHER_RECIPE, done, saved_histories, saved_tensors, start_from, steps
+from tiny_run import OTHER_RECIPE, check_same_tensors, done, saved_histories, start_from, steps
 
 from megatron_lowbit.megatron.layers.experts import GroupedLinear
 
@@ -104,10 +104,7 @@ def test_grouped_experts_are_the_same(runs, name, slow):
     assert one.keys() == grouped.keys()
     for step, (loss, norm) in one.items():
         assert grouped[step] == (loss, pytest.approx(norm, rel=1e-6))
-    saved, other = (saved_tensors(folder / "iter_0000003") for folder in folders)
-    assert saved.keys() == other.keys()
-    for key, tensor in saved.items():
-        assert torch.equal(tensor, other[key]), key
+    check_same_tensors(*folders, 3)
 
 
 @pytest.mark.parametrize("recipe", [NVFP4, ("--precision-recipe", "bf16")], ids=["nvfp4", "bf16"])

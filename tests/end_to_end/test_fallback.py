@@ -16,6 +16,12 @@ GUARDED = ("--recipe-set", "fallback=bf16")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 
+def fprop_counts(folder: Path) -> list[int]:
+    """Return the counts of fprop in a run's metrics.jsonl."""
+    name = f"{FALLBACKS}/fprop"
+    return [m[name] for m in metrics(folder) if name in m]
+
+
 class Breaking(ReferenceEngine):
     """Engine some of whose products, by their number in the run, are NaN: without numbers all."""
 
@@ -65,11 +71,8 @@ def guarded(tmp_path):
 
     def write(pattern: str) -> Path:
         path = tmp_path / "guarded.yaml"
-        text = (
-            Path("recipes/fp8-tile.yaml")
-            .read_text()
-            .replace("  fp8:", "  fp8:\n    fallback: bf16")
-        )
+        text = Path("recipes/fp8-tile.yaml").read_text()
+        text = text.replace("  fp8:", "  fp8:\n    fallback: bf16")
         path.write_text(text.replace('pattern: "*"', f'pattern: "{pattern}"'))
         return path
 
@@ -81,10 +84,8 @@ def test_counted_from_a_switch_on(pretrain_here, monkeypatch, guarded, tmp_path)
     switch = f"switches.guard={{iteration: 2, to: {guarded('*')}}}"
     run = ("--precision-recipe", "bf16", "--recipe-set", switch, "--train-iters", 4)
     done(pretrain_here(*run, *ONE_MICROBATCH, "--log-interval", 2, "--save", tmp_path / "run"))
-    fprop = [
-        m[f"{FALLBACKS}/fprop"] for m in metrics(tmp_path / "run") if f"{FALLBACKS}/fprop" in m
-    ]
-    assert fprop[0] == 0 and fprop[1] > 0
+    before, after = fprop_counts(tmp_path / "run")
+    assert before == 0 and after > 0
 
 
 def test_a_rank_without_fallbacks_takes_part_in_the_count(
@@ -100,10 +101,7 @@ def test_a_rank_without_fallbacks_takes_part_in_the_count(
     monkeypatch.setattr(LayerState, "set_precision", without)
     run = ("--precision-recipe", guarded("*"), "--train-iters", 1, "--save", tmp_path / "run")
     done(pretrain_here(*run))
-    fprop = [
-        m[f"{FALLBACKS}/fprop"] for m in metrics(tmp_path / "run") if f"{FALLBACKS}/fprop" in m
-    ]
-    assert fprop == [0]
+    assert fprop_counts(tmp_path / "run") == [0]
 
 
 @pytest.mark.slow
@@ -112,4 +110,4 @@ def test_counted_where_one_stage_has_no_fallback(pretrain_ranks, guarded, tmp_pa
     save, layers = tmp_path / "run", guarded("decoder.layers.1.*")
     pp2 = ("--pipeline-model-parallel-size", 2, "--num-layers", 2, "--train-iters", 1)
     pretrain_ranks({"pp2": (*pp2, "--precision-recipe", layers, "--save", save)})
-    assert [m[f"{FALLBACKS}/fprop"] for m in metrics(save) if f"{FALLBACKS}/fprop" in m] == [0]
+    assert fprop_counts(save) == [0]

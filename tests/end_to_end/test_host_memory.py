@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from tiny_run import ENVIRONMENT, arguments_for
 
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.run.steps import steps_of
+from tests.short_runs import hooked_runs
 
 COMMON = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 500,
           "--precision-recipe", "mxfp4", "--recipe-set", "bf16_blocks=none",
@@ -49,13 +49,11 @@ def worker(arguments: list[str]) -> None:
     """Run, and print the resident memory in KB before each iteration."""
     resident: list[int] = []
 
-    def watch(chunks: list, args: object) -> list:
+    def watch(chunks: list, args: object) -> None:
         steps_of(args, chunks).listeners.append(lambda *_: resident.append(resident_kb()))
-        return chunks
 
-    original = pretrain.run
-    pretrain.run = lambda args: original(args, [partial(watch, args=args)])
-    pretrain.main(arguments, hybrid=False)
+    with hooked_runs(watch):
+        pretrain.main(arguments, hybrid=False)
     print(json.dumps(resident))
 
 

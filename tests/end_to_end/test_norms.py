@@ -1,7 +1,14 @@
 """Runs with MXNorm, and with norms that are fused with an all-reduce."""
 
 import pytest
-from tiny_run import HYBRID, ONE_MICROBATCH, done, losses, saved_tensors
+from tiny_run import (
+    FULL_RECOMPUTATION,
+    HYBRID,
+    ONE_MICROBATCH,
+    done,
+    losses,
+    saved_tensors,
+)
 
 MXNORM = ("--normalization", "MXNorm")
 SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1, *ONE_MICROBATCH)
@@ -107,8 +114,6 @@ def test_a_switch_that_leaves_blocks_or_rms_norm(switch, pretrain_here, tmp_path
 
 TWO = ("--tensor-model-parallel-size", 2, "--train-iters", 4)
 FUSED = ("--precision-recipe", "bf16", "--fused-allreduce-norm")
-RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform",
-              "--recompute-num-layers", 1)  # fmt: skip
 # MXFP8's blocks are 32 wide: the tiny model's rows hold two.
 MXFP8 = ("--precision-recipe", "mxfp8")
 
@@ -124,7 +129,7 @@ def test_fused_norms_have_the_same_losses(pretrain_ranks, tmp_path):
         "half": (*TWO, *FUSED, "--exit-interval", 2),
         "resumed": (*TWO, "--load", tmp_path / "half"),
         "fused": (*TWO, *FUSED),
-        "recomputed": (*TWO, *FUSED, *RECOMPUTED),
+        "recomputed": (*TWO, *FUSED, *FULL_RECOMPUTATION),
         "mxfp8": (*TWO, *MXFP8),
         "mxfp8 fused": (*TWO, *MXFP8, "--fused-allreduce-norm"),
     }

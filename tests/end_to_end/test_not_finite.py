@@ -14,7 +14,7 @@ from tiny_run import done, steps
 from megatron_lowbit.errors import exit_on_user_error
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.run.steps import steps_of
-from tests.short_runs import fork_results_queue, without_pictures
+from tests.short_runs import fork_results_queue, hooked_runs, without_pictures
 
 FAULTY = 4
 RUN = ("--fp4-recipe", "nvfp4", "--train-iters", 5, "--save-interval", 1)
@@ -53,21 +53,18 @@ def test_it_goes_back_and_skips_the_data(pretrain_command, pretrain_here, tmp_pa
     assert steps(faulty) == told
 
 
-def spoil(chunks: list[torch.nn.Module], args: Namespace) -> list[torch.nn.Module]:
+def spoil(chunks: list[torch.nn.Module], args: Namespace) -> None:
     """Set a gradient to NaN in an iteration."""
     now = []
     steps_of(args, chunks).listeners.append(lambda iteration, _: now.append(iteration + 1))
     # Hooks see no gradient of a linear layer, which goes to the main gradient by itself.
     weight = chunks[0].decoder.final_layernorm.weight
     weight.register_hook(lambda grad: grad * torch.nan if now[-1] == FAULTY else None)
-    return chunks
 
 
 def worker() -> None:
     fork_results_queue()
-    run = pretrain.run
-    pretrain.run = lambda args: run(args, [lambda chunks: spoil(chunks, args)])
-    with without_pictures():
+    with without_pictures(), hooked_runs(spoil):
         pretrain.main(hybrid=False)
 
 

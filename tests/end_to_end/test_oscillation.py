@@ -7,11 +7,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_run import ONE_MICROBATCH, OTHER_RECIPE, done, saved_tensors, start_from, steps
+from tiny_run import (
+    ONE_MICROBATCH,
+    OTHER_RECIPE,
+    check_same_tensors,
+    done,
+    saved_tensors,
+    start_from,
+    steps,
+)
 
 from megatron_lowbit import quantize
-from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.run.steps import steps_of
+from tests.short_runs import hooked_runs
 
 START, OVER, LENGTH, SAVED = 2, 3, 8, 4
 RESET = f"oscillation={{start: {START}, period: 5, over: {OVER}, ratio: 1.5}}"
@@ -28,7 +36,7 @@ def whole(memory, pretrain_here, tmp_path_factory):
     folder = tmp_path_factory.mktemp("oscillation") / "whole"
     seen: dict[tuple[int, str], torch.Tensor] = {}
 
-    def watch(chunks: list, args: Namespace) -> list:
+    def watch(chunks: list, args: Namespace) -> None:
         layer = chunks[0].get_submodule(FC2)
 
         def note(when: str, iteration: int, training: bool) -> None:
@@ -37,11 +45,8 @@ def whole(memory, pretrain_here, tmp_path_factory):
         listeners = steps_of(args, chunks).listeners
         listeners.insert(0, partial(note, "before"))
         listeners.append(partial(note, "after"))
-        return chunks
 
-    original = pretrain.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "run", lambda args: original(args, [partial(watch, args=args)]))
+    with hooked_runs(watch):
         result = pretrain_here(*OSCILLATION, "--train-iters", LENGTH, "--save-interval", SAVED,
                                "--save", folder)  # fmt: skip
     done(result)
@@ -50,7 +55,7 @@ def whole(memory, pretrain_here, tmp_path_factory):
 
 
 def test_which_weights_are_reset(whole):
-    """Those of the definition, from the weights alone, as they were in iterations 2 to 5."""
+    """The weights of the definition, computed only from the weights in iterations 2 to 5."""
     seen = whole[1]
     weights = [seen[i, "before"] for i in range(START, START + OVER + 1)]
     values = [quantize(weight, "nvfp4-2d").dequantize() for weight in weights]
@@ -76,14 +81,12 @@ def test_a_resumed_run_resets_the_same_weights(whole, pretrain_here, tmp_path):
     save = start_from(folder, SAVED, tmp_path / "resumed")
     done(pretrain_here(*OSCILLATION, "--train-iters", LENGTH, "--load", save, "--save", save))
     assert steps(save) == {k: v for k, v in steps(folder).items() if k > SAVED}
-    saved = saved_tensors(save / last.name)
-    for key, tensor in saved_tensors(last).items():
-        assert torch.equal(saved[key], tensor), key
+    check_same_tensors(save, folder, LENGTH)
 
 
 @pytest.mark.slow
 def test_without_it_the_run_goes_on_otherwise(whole, pretrain_here, tmp_path):
-    """The checkpoint's paths are left alone.
+    """The checkpoint's paths are not loaded.
 
     The step of the reset is the same: a reset weight has the codes that it had before.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from stored_weights_run import in_bf16, recording
-from tiny_run import arguments_for, done, metrics, saved_tensors, start_from, steps
+from tiny_run import arguments_for, check_same_tensors, done, metrics, start_from, steps
 
 from megatron_lowbit.megatron.features.quantized_parameters import QuantizedParameters
 
@@ -39,12 +39,6 @@ def run_of(folder: Path) -> list[dict]:
     return [{k: v for k, v in m.items() if k != "tokens_per_second"} for m in metrics(folder)]
 
 
-def same_tensors(one: Path, other: Path, iteration: int) -> None:
-    found, expected = (saved_tensors(path / f"iter_{iteration:07d}") for path in (one, other))
-    assert found.keys() == expected.keys() and len(found) > 30
-    assert all(torch.equal(found[key], expected[key]) for key in found)
-
-
 @pytest.fixture
 def here(memory, pretrain_here, tmp_path_factory):
     """Folder of two runs of one rank, with stored weights and without, and what they kept."""
@@ -61,7 +55,7 @@ def test_losses_evaluations_and_checkpoints_are_those_of_bf16_weights(here):
     assert any("validation_loss" in m for m in run_of(here / "stored")[:-1])
     assert run_of(here / "stored") == run_of(here / "plain")
     for iteration in (2, 4):
-        same_tensors(here / "stored", here / "plain", iteration)
+        check_same_tensors(here / "stored", here / "plain", iteration)
 
 
 def test_an_update_is_skipped_between_an_evaluation_and_a_save(
@@ -88,7 +82,7 @@ def test_an_update_is_skipped_between_an_evaluation_and_a_save(
             done(pretrain_here(*ONE_RANK, *more, "--save", tmp_path / name))
         assert len(steps_taken) == 4
     assert run_of(tmp_path / "stored") == run_of(tmp_path / "plain")
-    same_tensors(tmp_path / "stored", tmp_path / "plain", 4)
+    check_same_tensors(tmp_path / "stored", tmp_path / "plain", 4)
 
 
 def test_memory_of_weights_is_freed(here, memory):
@@ -107,7 +101,7 @@ def test_checkpoints_load_with_and_without(here, pretrain_here, tmp_path, saved,
     recording(pretrain_here, tmp_path)(*arguments)
     expected = steps(here / "plain")
     assert steps(tmp_path / "run") == {step: expected[step] for step in (3, 4)}
-    same_tensors(tmp_path / "run", here / "plain", 4)
+    check_same_tensors(tmp_path / "run", here / "plain", 4)
 
 
 @pytest.fixture
@@ -138,7 +132,7 @@ def test_two_ranks_train_as_with_bf16_weights(two_ranks, name):
     folder = two_ranks(name)
     assert len(steps(folder / "stored")) == 3
     assert run_of(folder / "stored") == run_of(folder / "plain")
-    same_tensors(folder / "stored", folder / "plain", 3)
+    check_same_tensors(folder / "stored", folder / "plain", 3)
 
 
 def received(folder: Path, number: int) -> int:

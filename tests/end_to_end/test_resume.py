@@ -8,15 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_run import HYBRID, LATENT, ONE_MICROBATCH, OTHER_RECIPE, done, start_from, steps
+from tiny_run import (
+    FULL_RECOMPUTATION,
+    HYBRID,
+    LATENT,
+    ONE_MICROBATCH,
+    OTHER_RECIPE,
+    done,
+    start_from,
+    steps,
+)
 
 NVFP4 = ("--fp4-recipe", "nvfp4")
 # Saved after 2 steps, delayed after 3: more than the length, so that steps are counted through it.
 DELAYED = ("--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=3",
            "--recipe-set", "amax_history.length=1")  # fmt: skip
 DROPOUT = (*NVFP4, "--hidden-dropout", 0.1, "--attention-dropout", 0.1)
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform",
-        "--recompute-num-layers", 1)  # fmt: skip
 SELECTIVE = ("--recompute-granularity", "selective")
 ASYNC = ("--async-save", "--async-strategy", "mcore")
 EXPERTS = ("--num-experts", 4, "--moe-ffn-hidden-size", 64, "--moe-layer-freq", "[0,1,0,1]",
@@ -31,7 +38,7 @@ WAYS = {
     "nvfp4 with dropout": (*DROPOUT, *ONE_MICROBATCH),
     "delayed scaling": (*DELAYED, *ONE_MICROBATCH),
     "delayed scaling, saved in the background": (*DELAYED, *ASYNC, *ONE_MICROBATCH),
-    "full recomputation": (*DROPOUT, *FULL, *ONE_MICROBATCH),
+    "full recomputation": (*DROPOUT, *FULL_RECOMPUTATION, *ONE_MICROBATCH),
     "selective recomputation": (*DROPOUT, *SELECTIVE, *ONE_MICROBATCH),
     "distributed optimizer": (*NVFP4, *DISTRIBUTED, *ONE_MICROBATCH),
     "hybrid": (*HYBRID, *NVFP4, *ONE_MICROBATCH),
@@ -110,10 +117,9 @@ def test_without_the_checkpoints_states_nothing_is_repeated(train, pretrain_here
             check(tmp_path / way, train(way))
 
 
-@pytest.mark.parametrize("kind", [FULL, SELECTIVE], ids=["full", "selective"])
-def test_recomputation_replays_rounding_and_dropout(train, pretrain_here, tmp_path, kind):
+@pytest.mark.parametrize("way", ["full recomputation", "selective recomputation"])
+def test_recomputation_replays_rounding_and_dropout(train, way):
     """Losses and gradients equal those of a run without recomputation."""
-    way = "full recomputation" if kind == FULL else "selective recomputation"
     assert steps(train(way)) == steps(train("nvfp4 with dropout"))
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 import megatron_lowbit.megatron  # noqa: F401  before megatron
@@ -29,7 +28,10 @@ from megatron_lowbit.megatron.features.amax_history import PREFIX
 from megatron_lowbit.megatron.layers.state import layer_states
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.storage.files import TRACKER
-from tests.short_runs import fork_results_queue, without_pictures
+from tests.short_runs import fork_results_queue, hooked_runs, without_pictures
+from tests.short_runs import losses as losses
+from tests.short_runs import metrics as metrics
+from tests.short_runs import steps as steps
 
 ROOT = Path(__file__).parents[2]
 # More threads would slow a tiny model down on a busy machine.
@@ -45,6 +47,8 @@ ONE_MICROBATCH = ("--global-batch-size", 2)
 """Half the work of a step, for what does not depend on how gradients add up."""
 OTHER_RECIPE = ("--resume-changed", "recipe")
 """For a run that resumes with another recipe than the checkpoint's."""
+FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+                      "--recompute-num-layers", 1)  # fmt: skip
 GROUPED = ("--group-query-attention", "--num-query-groups", "2")
 # The schedule and the interval of saves do not depend on the number of iterations.
 LOOP = shlex.split("""
@@ -116,24 +120,6 @@ def refused(result) -> str:
     return errors[0]
 
 
-def metrics(folder: Path) -> list[dict]:
-    """Return the lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path) -> dict[int, float]:
-    """Return the training loss by iteration."""
-    return {step: loss for step, (loss, _) in steps(folder).items()}
-
-
-def steps(folder: Path) -> dict[int, tuple[float, float]]:
-    """Return (training loss, gradient norm) by iteration, which must be unique."""
-    logged = [m for m in metrics(folder) if "lm_loss" in m]
-    found = {m["iteration"]: (m["lm_loss"], m["grad_norm"]) for m in logged}
-    assert len(found) == len(logged)
-    return found
-
-
 def start_from(source: Path, iteration: int, folder: Path) -> Path:
     """Copy a checkpoint into the folder of a new run, as its newest one."""
     name = f"iter_{iteration:07d}"
@@ -154,6 +140,14 @@ def saved_tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]
     return tensors
 
 
+def check_same_tensors(folder: Path, other: Path, iteration: int) -> None:
+    """Check that two runs' checkpoints of an iteration have the same tensors, to the bit."""
+    tensors, expected = (saved_tensors(run / f"iter_{iteration:07d}") for run in (folder, other))
+    assert tensors.keys() == expected.keys() and tensors
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
 def saved_histories(checkpoint: Path) -> Histories:
     """Return the amax histories in a checkpoint, by layer."""
     found = saved_tensors(checkpoint, PREFIX)
@@ -165,26 +159,19 @@ def recorded_histories() -> Iterator[dict[int, Histories]]:
     """Record this rank's amax histories at the beginning of each iteration, inside the context."""
     recorded: dict[int, Histories] = {}
 
-    def watch(chunks: list, args: Namespace) -> list:
+    def watch(chunks: list, args: Namespace) -> None:
         def record(iteration: int, training: bool) -> None:
             if training:
-                recorded[iteration] = _histories(chunks)
+                recorded[iteration] = {
+                    state.plan.layer.path: state.amax_history.entries.clone().cpu()
+                    for state in layer_states(chunks)
+                    if state.amax_history is not None
+                }
 
         steps_of(args, chunks).listeners.append(record)
-        return chunks
 
-    original = pretrain.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "run", lambda args: original(args, [partial(watch, args=args)]))
+    with hooked_runs(watch):
         yield recorded
-
-
-def _histories(chunks: list) -> Histories:
-    return {
-        state.plan.layer.path: state.amax_history.entries.clone().cpu()
-        for state in layer_states(chunks)
-        if state.amax_history is not None
-    }
 
 
 def run_alone(arguments: list[str]) -> None:

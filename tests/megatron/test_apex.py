@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.run.workarounds import use_torch_rms_norm
+from tests.short_runs import steps
 
 ROOT = Path(__file__).parents[2]
 APEX = {
@@ -70,12 +71,6 @@ ARGUMENTS = """
     --precision-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 1
     --num-layers-at-end-in-bf16 0
 """
-
-
-def steps(folder: Path) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each iteration."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(line["lm_loss"], line["grad_norm"]) for line in lines if "lm_loss" in line]
 
 
 @pytest.mark.slow

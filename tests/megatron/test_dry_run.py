@@ -90,7 +90,7 @@ def test_parameters_of_a_rank_are_those_of_the_model_with_memory(model, layout):
 def test_every_layout_has_the_same_parameters_in_all(model):
     def whole(layout: tuple[int, str]) -> int:
         args = parse(f"{model} {layout[1]}", layout[0])
-        return sum(stage.parameters.whole for stage in dry_run.model_stages(args))
+        return sum(stage.parameters.stage for stage in dry_run.model_stages(args))
 
     assert len({whole(layout) for layout in LAYOUTS.values()}) == 1
 
@@ -100,7 +100,7 @@ def test_experts_are_divided_over_the_ranks_that_share_them():
     (stage,) = dry_run.model_stages(args)
     # Two of four experts in each of four blocks: gate, up and down projection.
     assert stage.parameters.experts == 4 * 2 * 3 * 64 * 96
-    assert stage.parameters.whole == stage.parameters.rank + stage.parameters.experts
+    assert stage.parameters.stage == stage.parameters.rank + stage.parameters.experts
 
 
 @pytest.mark.parametrize("rank", [(), (32,)], ids=["queries", "low-rank queries"])

@@ -1,6 +1,5 @@
 """A run in this process: its end, interruptions, determinism, infinities, compiled layers."""
 
-import json
 import shlex
 from argparse import Namespace
 
@@ -13,6 +12,7 @@ from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.layers.local import linears_of
 from megatron_lowbit.storage import files
 from tests.marks import others_slow
+from tests.short_runs import steps
 
 # isort: split
 from megatron.training import training
@@ -103,16 +103,15 @@ def compile_linears(chunks):
 def test_losses_of_compiled_layers(tmp_path):
     """Each microbatch has its own random numbers; a traced constant key would change losses."""
 
-    def losses(name, *hooks):
+    def run(name, *hooks):
         train(
             f"{NVFP4} --micro-batch-size 1 --train-iters 3 "
             f"--save {tmp_path / name} --save-interval 100",
             *hooks,
         )
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        return [(line["lm_loss"], line["grad_norm"]) for line in lines]
+        return steps(tmp_path / name)
 
-    assert losses("compiled", compile_linears) == losses("eager")
+    assert run("compiled", compile_linears) == run("eager")
 
 
 # -- determinism -----------------------------------------------------------------------------------

@@ -1,13 +1,10 @@
 """--log-quantization-error-interval: every layer's figures, and the same training as without.
 
-As a script this file is one rank of a torchrun job: it makes the runs of :func:`make_runs`.
+As a script this file is one rank of a job: it makes the runs of :func:`make_runs`.
 """
 
-import json
 import math
-import os
 import shlex
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -20,6 +17,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.features.logs import largest_feature
 from megatron_lowbit.megatron.pretrain import main
 from tests.marks import others_slow
+from tests.short_runs import fork_results_queue, metrics, steps
 
 ARGUMENTS = shlex.split("""
     --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
@@ -80,27 +78,17 @@ def folder_of(tmp_path_factory):
     return run
 
 
-def lines(folder: Path) -> dict[int, dict[str, float]]:
-    """Return the lines of metrics.jsonl by iteration."""
-    text = (folder / "metrics.jsonl").read_text()
-    return {line.pop("iteration"): line for line in map(json.loads, text.splitlines())}
-
-
-def steps(folder: Path) -> list[tuple[float, float]]:
-    return [(line["lm_loss"], line["grad_norm"]) for line in lines(folder).values()]
-
-
-def logged(folder: Path) -> dict[int, dict[str, float]]:
-    """Return figures by iteration, without the metric's name."""
-    found = {
-        iteration: {
-            name.removeprefix("quantization/"): value
+def logged(folder: Path, metric: str = "quantization") -> dict[int, dict[str, float]]:
+    """Return a metric's figures by iteration, without its name."""
+    figures = {
+        line["iteration"]: {
+            name.removeprefix(f"{metric}/"): value
             for name, value in line.items()
-            if name.startswith("quantization/")
+            if name.startswith(f"{metric}/")
         }
-        for iteration, line in lines(folder).items()
+        for line in metrics(folder)
     }
-    return {iteration: figures for iteration, figures in found.items() if figures}
+    return {iteration: named for iteration, named in figures.items() if named}
 
 
 def check(folder: Path, model: str) -> None:
@@ -143,8 +131,8 @@ def test_norms_begin_with_outputs_of_rms_1(folder_of, name):
     parts, more = NORMS[name]
     model = "dense" if name == "mxnorm" else name
     folder = folder_of(model, *more)
-    first = lines(folder / "on")[1]
-    named = {tuple(key.split("/")[1:]): v for key, v in first.items() if key.startswith("norms/")}
+    first = logged(folder / "on", "norms")[1]
+    named = {tuple(key.split("/")): value for key, value in first.items()}
     found = {path: v for (path, figure), v in named.items() if figure == "rms"}
     assert len(found) == len(parts) + 1  # and the final one
     outliers = {path: v for (path, figure), v in named.items() if figure == "outlier"}
@@ -197,14 +185,8 @@ def test_the_feature_that_is_largest_over_tokens():
         ("experts", "--expert-model-parallel-size 2"),
     ],
 )
-def test_two_ranks(tmp_path, model, layout):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, __file__, str(tmp_path), model, *layout.split()]
-    root = {"PYTHONPATH": str(Path(__file__).parents[2])}  # of the module tests
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | root
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_two_ranks(run_ranks, tmp_path, model, layout):
+    run_ranks(__file__, 2, tmp_path, model, *layout.split(), timeout=300)
     check(tmp_path, model)
 
 
@@ -221,5 +203,6 @@ def test_what_does_not_fit(arguments, named):
 
 
 if __name__ == "__main__":
-    folder, *rest = sys.argv[1:]
+    fork_results_queue()
+    folder, *rest, _rank = sys.argv[1:]
     make_runs(Path(folder), *rest)

@@ -197,7 +197,7 @@ def test_a_block_belongs_to_the_rank_with_its_first_element():
 def test_parts_are_contiguous_and_complete():
     packed = Packed([((3, 2), [0, 3, 3]), ((4, 5), [0, 1, 4])], torch.uint8, torch.device("cpu"))
     first, last = packed.parts()
-    assert len(first) == 256 + 5 and len(first) + len(last) == len(packed.whole)
+    assert len(first) == 256 + 5 and len(first) + len(last) == len(packed.memory)
     packed.tensors[1][1:] = 1
     assert last[:15].all() and not first.any()
 
