@@ -91,7 +91,7 @@ def test_no_default_of_megatron_changes():
     assert {name: args[name] for name in plain} == plain
 
 
-def test_lines_are_printed_on_rank_0_alone(monkeypatch, capsys):
+def test_lines_are_printed_only_on_rank_0(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     parse("--fp4-recipe nvfp4")
@@ -277,7 +277,7 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
     assert not (args.tp_comm_overlap or args.moe_permute_fusion or args.fp16) and args.lr == 1
     replaced = "on a CPU: --transformer-impl local instead of transformer_engine: "
     assert any(line.startswith(replaced) for line in lines)
-    # The writer of asynchronous saves would end, and the run wait for it for ever.
+    # The writer of asynchronous saves would end, and the run wait for it forever.
     assert not (args.async_save or args.use_persistent_ckpt_worker)
     gradients = "on a CPU: left out --grad-reduce-in-bf16: gradients are FP32 there"
     assert any(line.startswith(gradients) for line in lines) and not args.grad_reduce_in_bf16
@@ -326,7 +326,7 @@ def test_every_argument_of_a_preset_is_read_by_megatron(parser):
 
 
 @on_a_cpu
-def test_documents_get_masks_beside_a_preset_without_them(capsys):
+def test_documents_get_masks_in_spite_of_a_preset_without_them(capsys):
     without = "--no-create-attention-mask-in-dataloader"
     assert not parse(without).create_attention_mask_in_dataloader
     unset_global_variables()

@@ -67,7 +67,7 @@ def test_fp16_is_refused_where_a_recipe_quantizes(choose, machine):
     assert choose("--fp16", machine).recipes == []
 
 
-def test_combined_with_fp4_the_fp8_format_is_for_fprop_alone(choose):
+def test_combined_with_fp4_the_fp8_format_is_only_for_fprop(choose):
     """Fields of dgrad and wgrad would be without effect."""
     line = "--fp8-format e4m3 --fp8-recipe tensorwise --fp4-recipe nvfp4 --no-fp8-wgrad"
     found = choose(line, CPU)
@@ -257,7 +257,7 @@ def test_arguments_that_a_recipe_replaces_are_named(choose):
         ("--fp8-recipe blockwise", False),
     ],
 )
-def test_weights_as_codes_are_asked_for_beside_the_name_of_a_recipe(choose, line, stores):
+def test_weights_as_codes_are_asked_for_with_the_name_of_a_recipe(choose, line, stores):
     found = choose(line, HOPPER)
     assert ("--quantized-param-gather" in found.words) == stores
     taken = [line for line in found.lines if "taken as --quantized-param-gather" in line]

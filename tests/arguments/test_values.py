@@ -241,7 +241,7 @@ def test_any_command_line_is_accepted_or_refused_in_one_line(
 
 @pytest.mark.slow
 def test_each_number_with_each_bad_value(parser):
-    """Each numeric argument is added alone to the tiny model."""
+    """The tiny model gets one numeric argument at a time."""
     numeric = [a.option_strings[0] for a in parser._actions if a.type in (int, float)]
     for flag, value in itertools.product(numeric, ("-1", "0", "nan", "9" * 25)):
         refusal([*TINY, flag, value])

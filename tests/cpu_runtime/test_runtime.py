@@ -204,7 +204,7 @@ def test_what_timers_and_memory_reports_ask():
     assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
 
 
-def test_data_loaders_leave_the_shared_generator_alone():
+def test_data_loaders_do_not_change_the_shared_generator():
     """Megatron-LM starts a new iteration over its loaders when a run is resumed."""
     assert training.build_pretraining_data_loader.__wrapped__(None, 0) is None
     assert training.build_pretraining_data_loader(None, 0) is None

@@ -127,7 +127,7 @@ def test_adam_goes_on_from_its_state():
     assert resumed.param_groups[0]["step"] == 4
 
 
-def test_adam_leaves_parameters_without_gradients_alone():
+def test_adam_does_not_change_parameters_without_gradients():
     ours = parameters()
     before = ours[1].detach().clone()
     adam = GroupStepAdam(ours, lr=0.1)

@@ -120,7 +120,7 @@ def test_the_sidecar_records_ids_beyond_the_checked_ones(prefix, monkeypatch):
         check_dataset(prefix, VOCABULARY, None, 500)
 
 
-def test_the_sidecar_does_not_vouch_for_other_data(prefix):
+def test_a_sidecar_of_other_data_is_refused(prefix):
     write_sidecar(prefix, tokenizer_sha256=None, vocab_size=500)
     with pytest.raises(UserError, match="ids from 0 to 989, the tokenizer 600 ids"):
         check(prefix, 600)

@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 
-def test_the_cache_is_beside_the_first_dataset(prefix, write_dataset, tmp_path):
+def test_the_cache_is_in_the_folder_of_the_first_dataset(prefix, write_dataset, tmp_path):
     other = write_dataset(tmp_path / "other", (25,) * 3)
     folder = Path(cache_folder([prefix, other]))
     assert folder.is_dir() and folder.parent == tmp_path / "cache"

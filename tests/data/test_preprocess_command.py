@@ -78,7 +78,7 @@ def long_command(tmp_path, tokenizer_folder):
             # A shell lets what it runs in the background ignore Ctrl-C: so may these tests.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
-        deadline = time.monotonic() + 120  # on a busy machine the imports alone take 40 s
+        deadline = time.monotonic() + 120  # on a busy machine only the imports take 40 s
         while not any(file.stat().st_size for file in output.glob(".preprocess.*/*.bin")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
@@ -114,7 +114,7 @@ def test_each_line_is_a_document(preprocess, json_lines, tokenizer, capsys):
 
 
 @pytest.mark.parametrize("rows", [299, 300])
-def test_ids_beyond_the_model_beside_the_tokenizer_are_reported(
+def test_ids_beyond_the_model_in_the_tokenizers_folder_are_reported(
     preprocess, json_lines, tokenizer_folder, tmp_path, capsys, rows
 ):
     """A folder of a Hugging Face model has its number of rows, which may lack added tokens."""

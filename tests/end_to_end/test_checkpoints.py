@@ -89,7 +89,7 @@ def test_it_goes_back_to_the_newest_valid_one(whole, save, resume):
     made = steps(save)
     assert made.keys() == set(range(1, 9))
     assert {step: made[step] for step in range(1, 7)} == steps(whole)
-    # Iterations 6 and 8 are saved anew, and on record.
+    # Iterations 6 and 8 are saved again, and on record.
     assert files.complete_iterations(save) == [4, 6, 8]
     done(resume())
 
@@ -101,7 +101,7 @@ def test_without_a_record_it_is_loaded_and_said(save, resume):
     assert f"{save / NEWEST}: no lowbit.json: loaded without comparing" in result.stdout
 
 
-def test_an_empty_tracker_is_mended(save, resume):
+def test_an_empty_tracker_is_restored(save, resume):
     (save / files.TRACKER).write_text("")
     result = resume()
     done(result)

@@ -37,7 +37,7 @@ def test_the_same_losses(recipe, implementation, layers, pretrain_command, tmp_p
     assert steps(resumed) == {step: plain[step] for step in range(5, 9)}
 
 
-def test_a_switch_is_captured_anew(pretrain_command, tmp_path):
+def test_a_switch_is_captured_again(pretrain_command, tmp_path):
     switch = "switches.heal={iteration: 4, to: bf16}"
     layers = LAYERS["transformer_engine"]
     given = (*COMMON, *layers, "--precision-recipe", "nvfp4", "--recipe-set", switch)

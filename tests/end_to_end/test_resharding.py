@@ -17,7 +17,7 @@ ITERATIONS = 2
 # Histories shorter than usual.
 MODEL = ("--train-iters", ITERATIONS, "--fp8-recipe", "fp8-delayed", "--recipe-set",
          "amax_history.length=4")  # fmt: skip
-# Without the second argument such an optimizer's state loads in its own layout alone.
+# Without the second argument such an optimizer's state loads only in its own layout.
 DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 OPTIMIZERS = {"plain": (), "distributed": DISTRIBUTED}
 

@@ -44,7 +44,7 @@ TORCHRUN = ("--standalone", "--monitor-interval", "0.1", "--max-restarts", "9",
 
 @pytest.fixture
 def start(corpus, start_script):
-    """Function that starts a run that prints to a file beside ``save``."""
+    """Function that starts a run that prints to a file in the folder of ``save``."""
 
     def run(save: Path, *arguments: object, launcher: tuple = (SCRIPT,)) -> BaseProcess:
         given = arguments_for(corpus, (*NVFP4, "--save", save, "--load", save, *arguments))
@@ -163,7 +163,7 @@ def test_killed_at_a_random_moment(start, tmp_path, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replaced", [False, True], ids=["", "saved anew"])
+@pytest.mark.parametrize("replaced", [False, True], ids=["", "saved again"])
 @pytest.mark.parametrize("part", range(2))
 def test_killed_often(start, tmp_path, uninterrupted, replaced, part):
     save = tmp_path / "save"

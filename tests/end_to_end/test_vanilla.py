@@ -111,7 +111,7 @@ def test_dropout_counts(ours):
 
 
 @pytest.mark.parametrize("recipe", [(), NVFP4], ids=["none", "nvfp4"])
-def test_a_script_of_ones_own_computes_the_same(arguments, main_of, ours, tmp_path, recipe):
+def test_a_users_script_computes_the_same(arguments, main_of, ours, tmp_path, recipe):
     script = partial(runpy.run_path, str(ROOT / "examples" / "own_script.py"), None, "__main__")
     main_of(script, arguments("script", *recipe))
     found = ours(*DROPOUT, *recipe)

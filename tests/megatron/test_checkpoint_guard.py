@@ -145,7 +145,7 @@ def test_nothing_valid_to_go_back_to(saved):
 
 
 @pytest.mark.parametrize("latest_valid", [False, True])
-def test_an_empty_tracker_is_mended(saved, latest_valid, capsys):
+def test_an_empty_tracker_is_restored(saved, latest_valid, capsys):
     """Megatron-LM truncates the file before it writes the new iteration."""
     (saved / "iter_0000003" / SHARD).unlink()
     (saved / files.TRACKER).write_text("")
@@ -154,7 +154,7 @@ def test_an_empty_tracker_is_mended(saved, latest_valid, capsys):
     assert "empty after a killed save; restored to 2" in capsys.readouterr().out
 
 
-def test_an_empty_tracker_is_not_mended_to_what_a_run_went_back_from(saved, save):
+def test_an_empty_tracker_names_no_checkpoint_of_an_earlier_run(saved, save):
     recording = recorder(saved)
     save(recording, 2)
     recording.close()
@@ -350,7 +350,7 @@ def test_a_failure_to_record_is_printed(saved, save, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("ending", ["killed", "closed", "saved"])
-def test_what_a_run_went_back_from_is_not_vouched_for(saved, save, ending):
+def test_a_damaged_checkpoint_stays_refused_after_a_run_went_back(saved, save, ending):
     """The tracker file names the damaged checkpoint until the next save."""
     shutil.rmtree(saved / "iter_0000002")
     turn_bit(saved / "iter_0000003" / SHARD)
@@ -367,7 +367,7 @@ def test_what_a_run_went_back_from_is_not_vouched_for(saved, save, ending):
         assert re.search("iter_0000003/.* its content differs", refusal(saved))
 
 
-# -- saving an iteration anew ----------------------------------------------------------------------
+# -- saving an iteration again ---------------------------------------------------------------------
 
 
 def hidden(directory: Path) -> list[str]:

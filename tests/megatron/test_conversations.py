@@ -88,7 +88,7 @@ def with_template(template: str) -> str:
          ["Äpfel, €\n<SPECIAL_12>\n", "Nothing\n<SPECIAL_12>\n"]),
     ],
 )  # fmt: skip
-def test_answers_alone_have_a_loss(datasets, tokenizer, monkeypatch, line, answers):
+def test_only_answers_have_a_loss(datasets, tokenizer, monkeypatch, line, answers):
     if "nemotron" in line:  # the prefix of an answer is three tokens there: a token for the word
         tokenizer.add_tokens(["Assistant"])
         tokenizer.save_pretrained("tokenizer")
@@ -138,7 +138,7 @@ def test_a_conversation_without_an_answer_left_is_named(datasets, capsys):
     assert "chats.jsonl:1: no answer within --seq-length" in capsys.readouterr().out
 
 
-def test_a_template_that_formats_answers_anew_is_refused(datasets):
+def test_a_template_that_formats_answers_differently_is_refused(datasets):
     """The message is the same after torch has carried it from a data loader's process."""
     train, _, _ = datasets(with_template(THINKING), CHAT[3:], CHAT)
     assert train[0]["loss_mask"].any()

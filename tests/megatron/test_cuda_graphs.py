@@ -32,7 +32,7 @@ def test_the_next_run_in_a_process_has_no_graphs_yet(monkeypatch):
     assert not _CudagraphGlobalRecord.cudagraph_created
 
 
-def test_the_next_run_in_a_process_chooses_its_own_generators(monkeypatch):
+def test_the_next_run_in_a_process_chooses_generators_again(monkeypatch):
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
     with teardown():
         pass
@@ -124,7 +124,7 @@ class Linear(torch.nn.Module):
 
 
 def captured(function):
-    """Return what a function makes on a CPU, and what writes that to the same memory anew."""
+    """Return the result of a function on a CPU, and a function that rewrites it in its memory."""
     made = function()
 
     def replay():
@@ -176,10 +176,10 @@ def test_weights_are_quantized_once_a_step_where_graphs_read_them(layers):
         caches = [layer.layer_state.context(UNSHARDED).weight_cache for layer in made]
         codes.append([cache and cache.operands[0].codes.data_ptr() for cache in caches])
     assert codes[0] == codes[1] == codes[2]
-    assert codes[0][0] and codes[0][1] and codes[0][2] is None  # drawn anew in each microbatch
+    assert codes[0][0] and codes[0][1] and codes[0][2] is None  # drawn in each microbatch
 
 
-def test_a_switch_has_its_weights_quantized_anew(layers):
+def test_a_switch_has_its_weights_quantized_again(layers):
     made, _ = layers
     weights = of_layers(made)
     weights.begin_step(0, training=True)
@@ -205,7 +205,7 @@ def test_weights_that_are_still_gathered_are_left_to_each_graph(layers, gathered
 
 
 class Captured(torch.nn.Module):
-    """Stand-in for a layer that makes its manager of graphs anew; its forward pass is cached."""
+    """Stand-in for a layer that makes its manager of graphs again; its forward pass is cached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,8 +219,8 @@ class Captured(torch.nn.Module):
         return torch.zeros(length)
 
 
-def test_a_switch_makes_managers_and_cached_inputs_anew(monkeypatch):
-    """Modules without managers of their own, as Megatron-LM's blocks, are left alone."""
+def test_a_switch_replaces_managers_and_cached_inputs(monkeypatch):
+    """Modules without managers of their own, as Megatron-LM's blocks, do not change."""
     monkeypatch.setattr(cuda_graphs, "delete_cuda_graphs", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     layer = Captured()

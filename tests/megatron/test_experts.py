@@ -54,9 +54,9 @@ def key_of(place):
 
 
 def test_an_expert_draws_the_same_wherever_it_is_held(key_of):
-    alone = key_of(0, 0, is_expert=True)
-    assert alone == key_of(0, 0, is_expert=False)
-    assert {key_of(rank, 0, is_expert=True) for rank in range(4)} == {alone}
+    expected = key_of(0, 0, is_expert=True)
+    assert expected == key_of(0, 0, is_expert=False)
+    assert {key_of(rank, 0, is_expert=True) for rank in range(4)} == {expected}
 
 
 def test_replicas_and_ranks_of_a_group_draw_apart(key_of):
@@ -66,12 +66,12 @@ def test_replicas_and_ranks_of_a_group_draw_apart(key_of):
 
 
 def test_a_microbatch_draws_the_same_on_whichever_data_parallel_rank(key_of):
-    alone = [key_of(0, 0, False, replicas=1, microbatch=number) for number in range(8)]
+    expected = [key_of(0, 0, False, replicas=1, microbatch=number) for number in range(8)]
     spread = [key_of(0, rank, False, 4, step) for step in range(2) for rank in range(4)]
-    assert spread == alone
+    assert spread == expected
 
 
-def test_a_key_leaves_the_generators_draws_alone(key_of):
+def test_a_key_does_not_change_the_generators_numbers(key_of):
     state = torch.get_rng_state()
     expected = torch.rand(3)
     torch.set_rng_state(state)

@@ -143,7 +143,7 @@ def test_checkpoints_name_norms_as_transformer_engines_layers_do(model):
     })  # fmt: skip
 
 
-def test_a_stack_of_ones_own_stays(model_config):
+def test_a_given_stack_stays(model_config):
     own = SimpleNamespace(transformer=model_config.transformer, hybrid_stack_spec="own")
     hybrid.use_local_stack(own)
     assert own.hybrid_stack_spec == "own"

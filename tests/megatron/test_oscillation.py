@@ -63,7 +63,7 @@ def test_masters_are_reset(layer, resets):
     assert logged == [(int(oscillates.sum()), 16 * 32, 3)]
 
 
-def test_a_layer_in_high_precision_is_left_alone(layer, resets):
+def test_a_layer_in_high_precision_is_not_reset(layer, resets):
     """Also one that a switch brings there within the measurement."""
     measured, logged = resets
     for iteration in range(4):
