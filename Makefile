@@ -20,7 +20,7 @@ pretrain: .venv/installed data/stdlib.idx
 	    --save $(RUN) --tensorboard-dir $(RUN)/tensorboard
 
 parity: .venv/installed data/stdlib.idx
-	$(BIN)/python benchmarks/parity.py --data-path data/stdlib --tokenizer-model data/tokenizer \
+	$(BIN)/python -m benchmarks parity --data-path data/stdlib --tokenizer-model data/tokenizer \
 	    --output benchmarks/results/parity.json
 	$(BIN)/python docs/generate/parallelism.py
 

@@ -1,7 +1,7 @@
 """All-reduce, residual, RMSNorm and cast to FP8 as one kernel, against libraries and a kernel.
 
-    torchrun --nproc-per-node 2 benchmarks/all_reduce_norm.py
-    python benchmarks/all_reduce_norm.py --summary benchmarks/results/all_reduce_norm-2xh200.json
+    torchrun --nproc-per-node 2 -m benchmarks all_reduce_norm
+    python -m benchmarks all_reduce_norm --summary benchmarks/results/all_reduce_norm-2xh200.json
 
 x and the residual in BF16, codes in 1x128 tiles of E4M3, the new residual is kept. Peers: NCCL's
 all-reduce, and the better of torch's symmetric-memory all-reduces on an x that is in such memory
@@ -18,9 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import records
-import runner
-import timing
 import torch
 import torch.distributed as dist
 import triton
@@ -29,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import records, runner, timing
 from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.kernels.elements import as_dtype
 from megatron_lowbit.kernels.norm import (
@@ -282,7 +280,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         runner.write(output, rows, begin, limits, choice=run.choice, **more)
         console.print(summary(rows))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

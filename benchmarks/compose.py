@@ -1,7 +1,7 @@
 """Pairs of features against one process, under kinds of layers and recipes.
 
-    python benchmarks/compose.py --output benchmarks/results/compose.json --jobs 2
-    python benchmarks/compose.py --output benchmarks/results/compose-2xh100.json --jobs 14 \\
+    python -m benchmarks compose --output benchmarks/results/compose.json --jobs 2
+    python -m benchmarks compose --output benchmarks/results/compose-2xh100.json --jobs 14 \\
         --layers te
 
 A tiny model is trained for a few steps with each pair of ``compose_features.FEATURES``, and alone
@@ -30,10 +30,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import records
 import torch
-from compose_features import FEATURES, LAYERS, RECIPES, Run, runs_of
-from compose_runs import Crews, Outcome, Steps, kind_of, read_steps, start_server
+
+from benchmarks import records
+from benchmarks.compose_features import FEATURES, LAYERS, RECIPES, Run, runs_of
+from benchmarks.compose_runs import Crews, Outcome, Steps, kind_of, read_steps, start_server
 
 Cell = dict[str, Any]
 
@@ -272,7 +273,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(dict(Counter(cell["outcome"] for cell in found)), f"of {len(runs)}")
     if len(found) < len(runs):
         sys.exit(f"{len(runs) - len(found)} cells are left: start the same command again")
-
-
-if __name__ == "__main__":
-    main()

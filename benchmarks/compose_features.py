@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from training_steps import cases_file
 
+from benchmarks.training_steps import cases_file
 from megatron_lowbit.recipes.load import read_recipe
 
 

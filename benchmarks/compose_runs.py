@@ -22,9 +22,10 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-from compose_features import Run
-from records import ROOT
-from training_steps import read_metrics
+
+from benchmarks.compose_features import Run
+from benchmarks.records import ROOT
+from benchmarks.training_steps import read_metrics
 
 Steps = dict[int, tuple[float, float]]
 PRELOADED = (
@@ -52,8 +53,7 @@ def start_server(on_gpu: bool) -> BaseContext:
     os.environ["OMP_NUM_THREADS"] = "1"  # threads divide sums, and with them their last bits
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *(["transformer_engine.pytorch"] * on_gpu)])
     forkserver.ensure_running()

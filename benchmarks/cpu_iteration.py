@@ -1,6 +1,6 @@
 """Cost of emulating NVFP4 on a CPU: iteration time over the FP32 iteration's, in one run.
 
-    python benchmarks/cpu_iteration.py --data-path data/stdlib --tokenizer-model data/tokenizer
+    python -m benchmarks cpu_iteration --data-path data/stdlib --tokenizer-model data/tokenizer
 
 Trains examples/gpt-7m-cpu.args for a few iterations with each setting, in turns, so that a slow
 minute of the machine hits all of them, and writes medians over the iterations after the first ones
@@ -11,9 +11,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-import records
 import torch
-from training_steps import OURS, ROOT, train_here
+
+from benchmarks import records
+from benchmarks.training_steps import OURS, ROOT, train_here
 
 WARMUP, MEASURED, ROUNDS = 4, 10, 3
 TOKENS = 1024
@@ -56,7 +57,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name:26} {median * 1e3:7.0f} ms  {median / fp32:.2f} x FP32")
     head = {"machine": records.description(threads=torch.get_num_threads())}
     records.write(records.RESULTS / "cpu_iteration.json", head, rows=rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Experts' linear layers, forward and backward: recipes beside BF16 and Transformer Engine.
 
-    python benchmarks/experts.py --sweep
+    python -m benchmarks experts --sweep
 
 All experts of a layer in one call: 16384 tokens of 8 large experts, or 32768 of 128 small ones,
 each with as many tokens as the others, or (``skewed``) the first with half of all and a quarter of
@@ -17,13 +17,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-import runner
-import timing
 import torch
-from linear import middle_precision
-from timing import Ceilings, Step
 from torch import Tensor
 
+from benchmarks import runner, timing
+from benchmarks.linear import middle_precision
+from benchmarks.timing import Ceilings, Step
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import (
     GroupContext,
@@ -229,13 +228,4 @@ COLUMNS = {
         "median_ms", "forward_ms", "backward_ms", "tflop_per_s", "cpu_ms", "as_fast_as_bf16",
     )
 }  # fmt: skip
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    form = "EXPERTSxTOKENSxINxOUTxSKEWED"
-    runner.over_sizes("experts", __doc__, argv, CONTENDERS, SIZES, form, run, COLUMNS)
-
-
-if __name__ == "__main__":
-    main()
+main = runner.over_sizes("experts", __doc__, CONTENDERS, SIZES, run, COLUMNS)

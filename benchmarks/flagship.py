@@ -1,6 +1,6 @@
 """Whole training steps of models that users know, under recipes and in Megatron-LM's own precision.
 
-    python benchmarks/flagship.py --output benchmarks/results/flagship-h100.json
+    python -m benchmarks flagship --output benchmarks/results/flagship-h100.json
 
 Every case is a run of Megatron-LM on one GPU, with its loop, optimizer and logging, mock data and
 Transformer Engine layers: a model of cases/flagship.yaml in a precision. BF16 and blockwise FP8 are
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import training_steps
-from training_steps import (
+
+from benchmarks import training_steps
+from benchmarks.training_steps import (
     OURS,
     UPSTREAM,
     cases_file,
@@ -28,7 +29,6 @@ from training_steps import (
     train,
     training_command,
 )
-
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.command_line import expand_files
 
@@ -127,7 +127,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     titles = {name: model["title"] for name, model in MODELS.items()}
     run_cases(found, args, 1, args.gpus, models=titles, peak_tflops=PEAK_TFLOPS)
-
-
-if __name__ == "__main__":
-    main()

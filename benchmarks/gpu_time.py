@@ -1,6 +1,6 @@
 """GPU time of whole training steps by kind of kernel: where a step's milliseconds go.
 
-    python benchmarks/gpu_time.py --only "llama-8b fp8-tile" "llama-8b Megatron-LM" \\
+    python -m benchmarks gpu_time --only "llama-8b fp8-tile" "llama-8b Megatron-LM" \\
         --output benchmarks/results/gpu-time-h100.json
 
 Trains cases of flagship.py with Megatron-LM's own profiling arguments and adds up the kernels of
@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import training_steps
-from flagship import Case, cases, words_of
 from rich.console import Console
-from runner import table
-from training_steps import run_cases, train
+
+from benchmarks import training_steps
+from benchmarks.flagship import Case, cases, words_of
+from benchmarks.runner import table
+from benchmarks.training_steps import run_cases, train
 
 FIRST, LAST = 10, 12
 """Steps that are profiled: from the first up to the last, which is not."""
@@ -123,7 +124,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = run_cases(found, args, 1, [args.gpu])
     columns = {kind: f"milliseconds.{kind}" for kind in ("busy", *KINDS, OTHERS)}
     Console(width=150).print(table(rows, "GPU time of a step, ms", columns, name="case"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """CPU time of one linear layer's forward and backward, while the GPU has nothing to wait for.
 
-    python benchmarks/host_time.py
+    python -m benchmarks host_time
 
 512 tokens, 512 -> 512 features: kernels end sooner than the CPU launches them, and no operand is
 padded. Contenders are those
@@ -13,13 +13,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import linear
-import records
-import runner
-import timing
 import torch
 from rich.console import Console
-from timing import Step
+
+from benchmarks import linear, records, runner, timing
+from benchmarks.timing import Step
 
 SIZE = linear.Size(512, 512, 512)
 CALLS = 20
@@ -71,7 +69,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     begin, rows = time.monotonic(), run(args.contenders)
     Console(width=150).print(runner.table(rows, f"CPU time of a call, {SIZE}", COLUMNS))
     runner.write(args.output, rows, begin)
-
-
-if __name__ == "__main__":
-    main()

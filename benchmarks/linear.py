@@ -1,7 +1,7 @@
 """Forward and backward of one linear layer: recipes, Transformer Engine and torchao in turns.
 
-    python benchmarks/linear.py            16384 tokens, 4096 -> 14336
-    python benchmarks/linear.py --sweep    ten more sizes, one of them ragged
+    python -m benchmarks linear            16384 tokens, 4096 -> 14336
+    python -m benchmarks linear --sweep    ten more sizes, one of them ragged
 
 BF16 input and weight, gradients of both in BF16 by plain autograd. A recipe computes as it does in
 a block in the middle of a model; "square" has wgrad's input in 128x128 tiles. The bound is counted:
@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import runner
-import timing
 import torch
 import torch.nn.functional as F
-from timing import Ceilings, Step
 from torch import Tensor, nn
 
+from benchmarks import runner, timing
+from benchmarks.timing import Ceilings, Step
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, Quantizer
@@ -347,13 +346,4 @@ COLUMNS = {
     "forward ms": "forward", "backward ms": "backward", "both ms": "both",
     "x BF16": "times_bf16.both", "over bound": "over_bound.both",
 }  # fmt: skip
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    form = "TOKENSxINPUTSxOUTPUTS"
-    runner.over_sizes("linear", __doc__, argv, CONTENDERS, SWEEP, form, run, COLUMNS)
-
-
-if __name__ == "__main__":
-    main()
+main = runner.over_sizes("linear", __doc__, CONTENDERS, SWEEP, run, COLUMNS)

@@ -1,8 +1,8 @@
 """Loss curves of a model by recipe and seed, the recipes' gaps, and whether two machines' agree.
 
-    python benchmarks/loss_curves.py --data-path data/stdlib --tokenizer-model data/tokenizer \
+    python -m benchmarks loss_curves --data-path data/stdlib --tokenizer-model data/tokenizer \
         --output benchmarks/results/loss-curves-cpu.json
-    python benchmarks/loss_curves.py ... --seeds 1 2 3 4 --output gpu.json \
+    python -m benchmarks loss_curves ... --seeds 1 2 3 4 --output gpu.json \
         --against benchmarks/results/loss-curves-cpu.json
 
 The model is a 30M-parameter GPT unless --model says otherwise; what this script does not know goes
@@ -18,11 +18,12 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import records
-from linear import SQUARE_INPUT
 from rich.console import Console
 from rich.table import Table
-from training_steps import HYBRID, OURS, ROOT, train_here
+
+from benchmarks import records
+from benchmarks.linear import SQUARE_INPUT
+from benchmarks.training_steps import HYBRID, OURS, ROOT, train_here
 
 RECIPES = {
     "fp8-tile": "fp8-tile",
@@ -127,7 +128,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.against is not None:
         there = records.read(args.against, "runs")
         Console(width=120).print(compare(runs, there, LOG_INTERVAL))
-
-
-if __name__ == "__main__":
-    main()

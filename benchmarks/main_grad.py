@@ -1,6 +1,6 @@
 """Cost of adding a weight's gradient to an FP32 main gradient, inside the GEMM that computes it.
 
-    python benchmarks/main_grad.py --sweep
+    python -m benchmarks main_grad --sweep
 
 Products of dY's transpose (N, tokens) and X's transpose (K, tokens) in BF16 and in FP8 with a scale
 a tensor: written in BF16, written in FP32, added to FP32, and added to zeros that a scalar in
@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import runner
-import timing
 import torch
-from timing import Ceilings
 
+from benchmarks import runner, timing
+from benchmarks.timing import Ceilings
 from megatron_lowbit.kernels.cublas import scaled_matmul
 
 
@@ -70,11 +69,5 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     return runner.rows_of(builders, row, {"size": size}, seconds)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    form, columns = "TOKENSxOUTPUTSxINPUTS", {"ms": "median_ms", "bound": "bound_ms"}
-    runner.over_sizes("main_grad", __doc__, argv, CONTENDERS, SIZES, form, run, columns)
-
-
-if __name__ == "__main__":
-    main()
+COLUMNS = {"ms": "median_ms", "bound": "bound_ms"}
+main = runner.over_sizes("main_grad", __doc__, CONTENDERS, SIZES, run, COLUMNS)

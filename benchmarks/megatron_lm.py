@@ -1,6 +1,6 @@
 """Whole training steps of Megatron-LM, with and without recipes, in several layouts.
 
-    python benchmarks/megatron_lm.py --gpus 2 --output benchmarks/results/megatron_lm-2xh100.json
+    python -m benchmarks megatron_lm --gpus 2 --output benchmarks/results/megatron_lm-2xh100.json
 
 Each case of cases/megatron_lm.yaml is a run of its own: ``pretrain_gpt.py``, or
 ``examples/own_script.py`` without a recipe, which is Megatron-LM itself. Its time is the median of
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import training_steps
-from training_steps import OURS, UPSTREAM, cases_file, read_metrics, run_cases, train
+from benchmarks import training_steps
+from benchmarks.training_steps import OURS, UPSTREAM, cases_file, read_metrics, run_cases, train
 
 DECLARED = cases_file("megatron_lm")
 MODEL, COMMON = DECLARED["model"].split(), DECLARED["common"].split()
@@ -102,7 +102,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         training_steps.Case(case.name, lambda _, case=case: run_case(case, args)) for case in CASES
     ]
     run_cases(found, args, args.gpus, model=MODEL)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A whole model, forward and backward: this project's stack against megatron-core's TE layers.
 
-    python benchmarks/model.py
+    python -m benchmarks model
 
 Four layers of Llama-3-8B, vocabulary 32000, 4 sequences of 4096 random tokens; no optimizer. Each
 step quantizes the weights anew and adds gradients to FP32 main gradients: Transformer Engine's
@@ -21,14 +21,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import records
-import runner
-import timing
 import torch
-from linear import RECIPES, SQUARE_INPUT, gemm_kinds, middle_precision
 from rich.console import Console
-from timing import Ceilings
 from torch import nn
+
+from benchmarks import records, runner, timing
+from benchmarks.linear import RECIPES, SQUARE_INPUT, gemm_kinds, middle_precision
+from benchmarks.timing import Ceilings
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -219,7 +218,7 @@ def run(names: Sequence[str], extra: Sequence[str]) -> tuple[list[dict], Ceiling
 
 
 def _start(name: str, extra: Sequence[str]) -> subprocess.Popen:
-    command = [sys.executable, __file__, "--worker", name, "--extra", *extra]
+    command = [sys.executable, "-m", "benchmarks", "model", "--worker", name, "--extra", *extra]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -282,7 +281,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(limits.as_json())
     console.print(runner.table(rows, "forward and backward", COLUMNS))
     runner.write(args.output, rows, begin, limits, arguments=[*MODEL, *args.extra])
-
-
-if __name__ == "__main__":
-    main()

@@ -18,10 +18,9 @@ hidden behind memory accesses costs less.
 from collections.abc import Sequence
 from functools import partial
 
-import linear
-import runner
-from linear import Contender, Size, bound, middle_precision
-from timing import Ceilings
+from benchmarks import linear, runner
+from benchmarks.linear import Contender, Size, bound, middle_precision
+from benchmarks.timing import Ceilings
 
 SIZES = [Size(16384, 4096, 11008), Size(16384, 8192, 28672)]
 _BOTH = "mxfp4-backward"
@@ -87,13 +86,4 @@ COLUMNS = {
     "RHT costs": "overhead.rht", "counted": "counted_overhead.rht",
     "SR costs": "overhead.sr", "counted ": "counted_overhead.sr",
 }  # fmt: skip
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    form = "TOKENSxINPUTSxOUTPUTS"
-    runner.over_sizes("mxfp4_overhead", __doc__, argv, CONTENDERS, SIZES, form, run, COLUMNS)
-
-
-if __name__ == "__main__":
-    main()
+main = runner.over_sizes("mxfp4_overhead", __doc__, CONTENDERS, SIZES, run, COLUMNS)

@@ -1,7 +1,7 @@
 """MXNorm and the cast against RMSNorm and the cast: the kernels alone, and layers of Llama-3-8B.
 
-    python benchmarks/mxnorm.py              measure, write the JSON, print its means
-    python benchmarks/mxnorm.py --summary    print the means of a JSON, draw its picture
+    python -m benchmarks mxnorm              measure, write the JSON, print its means
+    python -m benchmarks mxnorm --summary    print the means of a JSON, draw its picture
 
 As in appendix H of "MXNorm" (arXiv 2603.13180), on its grid: tokens 2**12 to 2**16; hidden sizes
 2**10 to 2**14 and three between each two; blocks of 16, 32 and 64; E4M3 and E2M1 elements with E8M0
@@ -23,17 +23,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import records
-import runner
-import timing
 import torch
-from model import MODEL, build, initialize
-from quantize import stored_bytes
 from rich.console import Console
 from rich.table import Table
-from timing import Ceilings, Step
 from torch import Tensor, nn
 
+from benchmarks import records, runner, timing
+from benchmarks.model import MODEL, build, initialize
+from benchmarks.quantize import stored_bytes
+from benchmarks.timing import Ceilings, Step
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.formats import E2M1, E4M3
@@ -316,7 +314,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += more
             runner.write(args.output, rows, begin, limits)
     Console(width=130).print(summary(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Closeness of MXNorm's estimate of the RMS to RMSNorm, by number of blocks; its constants.
 
-    python benchmarks/mxnorm_fidelity.py
+    python -m benchmarks mxnorm_fidelity
 
 Gaussian rows, MXFP8 blocks of 32, scales rounded up. r2 is 1 - sum((MXNorm - RMSNorm)**2) /
 sum(RMSNorm**2), of the normalized values before the cast and of what their codes stand for: figure
@@ -10,13 +10,13 @@ docs/images/mxnorm_fidelity.png.
 
 from collections.abc import Sequence
 
-import records
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import records
 from megatron_lowbit.numerics import Quantizer, format_by_name
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
 
@@ -78,7 +78,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = {"block": BLOCK, "elements": ELEMENTS, "seed": SEED}
     records.write(RESULT, head, rows=rows)
     draw(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Layouts against one process: losses and gradient norms from a common checkpoint, by recipe.
 
-    python benchmarks/parity.py --data-path data/stdlib --tokenizer-model data/tokenizer
+    python -m benchmarks parity --data-path data/stdlib --tokenizer-model data/tokenizer
 
 One process trains 2 iterations in high precision. From that checkpoint every layout of
 cases/parity.yaml goes on under every recipe, and so does the single process; the losses of all
@@ -21,12 +21,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import records
 import torch
-from compose import Composer, Results
-from compose_features import FLIPS, LARGE_FLIPS, OTHER, SUMS, WHOLE, Bounds
-from compose_runs import start_server
-from training_steps import cases_file
+
+from benchmarks import records
+from benchmarks.compose import Composer, Results
+from benchmarks.compose_features import FLIPS, LARGE_FLIPS, OTHER, SUMS, WHOLE, Bounds
+from benchmarks.compose_runs import start_server
+from benchmarks.training_steps import cases_file
 
 START_ITERATIONS = 2
 DECLARED = cases_file("parity")
@@ -297,7 +298,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     complaints = [text for cell in cells if (text := complaint(cell))]
     if complaints and not args.report_only:
         sys.exit("\n".join(complaints))
-
-
-if __name__ == "__main__":
-    main()

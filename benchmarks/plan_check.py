@@ -1,6 +1,6 @@
 """Train a few models for a few iterations, to check the planner's memory and speed.
 
-    python benchmarks/plan_check.py --output benchmarks/results/plan_check-4xh200.json
+    python -m benchmarks plan_check --output benchmarks/results/plan_check-4xh200.json
     python docs/generate/planning.py
 
 Started once on a host with 1, 2 or 4 GPUs: cases of cases/plan_check.yaml run beside one another on
@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import training_steps
-from model import VOCABULARY
-from training_steps import HYBRID, OURS, cases_file, ended_well, run_cases, tokens_of, train
+
+from benchmarks import training_steps
+from benchmarks.model import VOCABULARY
+from benchmarks.training_steps import (
+    HYBRID,
+    OURS,
+    cases_file,
+    ended_well,
+    run_cases,
+    tokens_of,
+    train,
+)
 
 ITERATIONS, COUNTED = 12, 6
 """Iterations of a run, and the last ones that count: the first ones compile kernels."""
@@ -122,7 +131,3 @@ def measure(args: argparse.Namespace, more: Sequence[str]) -> None:
         if case.gpus <= number and case.name not in held
     ]
     run_cases(found, args, number, list(map(str, range(number))), name_of)
-
-
-if __name__ == "__main__":
-    main()

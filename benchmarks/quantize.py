@@ -1,7 +1,7 @@
 """Quantization alone: a BF16 matrix into the operands of its GEMMs, by recipe and by the peers.
 
-    python benchmarks/quantize.py            16384 x 14336, a gradient's size
-    python benchmarks/quantize.py --sweep    four more sizes, one of them ragged
+    python -m benchmarks quantize            16384 x 14336, a gradient's size
+    python -m benchmarks quantize --sweep    four more sizes, one of them ragged
 
 A case is what a recipe asks of one tensor in a block in the middle of a model: an operand with
 blocks along rows and one with blocks along columns, from one call of the engine. Bytes are the
@@ -15,19 +15,29 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import runner
-import timing
 import torch
-from linear import middle_precision
-from timing import Ceilings, Step
 from torch import Tensor
 
+from benchmarks import runner, timing
+from benchmarks.linear import middle_precision
+from benchmarks.timing import Ceilings, Step
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.numerics import Draw, Request, Rounding
 from megatron_lowbit.numerics.gemms import GEMM_ROLES
 
-DEFAULT = (16384, 14336)
-SWEEP = [DEFAULT, (4096, 1024), (16384, 4096), (65536, 8192), (4001, 4104)]
+
+class Size(NamedTuple):
+    """Size of a matrix."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns}"
+
+
+DEFAULT = Size(16384, 14336)
+SWEEP = [DEFAULT, Size(4096, 1024), Size(16384, 4096), Size(65536, 8192), Size(4001, 4104)]
 # The GEMMs that take a tensor with blocks along its rows and along its columns.
 _USES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad": ("dgrad", "wgrad")}
 
@@ -154,7 +164,7 @@ def stored_bytes(result: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors(result)}.values())
 
 
-def run(size: tuple[int, int], names: Sequence[str], limits: Ceilings, seconds: float) -> list:
+def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list:
     """Measure one size: time, bytes and rate of each case, or why it refuses."""
     x = torch.randn(size, dtype=torch.bfloat16, device=timing.device())
     written: dict[str, int] = {}
@@ -162,7 +172,7 @@ def run(size: tuple[int, int], names: Sequence[str], limits: Ceilings, seconds: 
     def builder(name: str) -> Step:
         contender = CONTENDERS[name]
         if contender.compiled and size != DEFAULT:
-            raise RuntimeError(f"compiled for {DEFAULT[0]} x {DEFAULT[1]} only")
+            raise RuntimeError(f"compiled for {DEFAULT} only")
         quantize = contender.make(x)
         written[name] = stored_bytes(quantize())
         return lambda mark: quantize()
@@ -197,12 +207,4 @@ COLUMNS = {
     "makes": "makes", "ms": "", "TB/s": "tb_per_s", "of a copy": "of_copy",
     "with amax": "of_copy_with_amax",
 }  # fmt: skip
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    runner.over_sizes("quantize", __doc__, argv, CONTENDERS, SWEEP, "ROWSxCOLUMNS", run, COLUMNS)
-
-
-if __name__ == "__main__":
-    main()
+main = runner.over_sizes("quantize", __doc__, CONTENDERS, SWEEP, run, COLUMNS)

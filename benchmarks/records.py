@@ -24,10 +24,9 @@ _PACKAGES = ("triton", "transformer-engine", "torchao", "megatron-core")
 def description(**more: str | int) -> dict[str, str | int]:
     """Return the machine, the versions of everything that takes part, commit and command."""
     versions = {package.replace("-", "_"): _version(package) for package in _PACKAGES}
-    script = sys.argv[0].replace(f"{ROOT}/", "")
     return machine(
         driver=_driver(), **versions, cublaslt=_cublaslt(),
-        command=shlex.join(["python", script, *sys.argv[1:]]), **more,
+        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]), **more,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Variance of a stochastically rounded MXFP4 product, with and without a random Hadamard transform.
 
-    python benchmarks/rht_variance.py
+    python -m benchmarks rht_variance
 
 Reproduces figure 2 of "Training LLMs with MXFP4" (arXiv 2502.20586): the mean over pairs of vectors
 (A, B) of the variance over stochastic rounding of Q(A)^T Q(B), against Q(HSA)^T Q(HSB). Elements
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import records
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -28,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import records
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.numerics import (
     Draw,
@@ -289,7 +289,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     records.write(args.output, head, lines=[line.as_json() for line in lines])
     draw_picture(lines, args.picture)
     console.print(f"{args.output}\n{args.picture}")
-
-
-if __name__ == "__main__":
-    main()

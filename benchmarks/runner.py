@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import records
-import timing
 import torch
-from records import value_at
 from rich.console import Console
 from rich.table import Table
-from timing import Ceilings, Step
 
+from benchmarks import records, timing
+from benchmarks.records import value_at
+from benchmarks.timing import Ceilings, Step
 from megatron_lowbit.kernels.select import select_engine
 
 Row = dict[str, Any]
@@ -103,42 +102,42 @@ def write(
 def over_sizes(
     benchmark: str,
     doc: str | None,
-    argv: Sequence[str] | None,
     contenders: Iterable[str],
-    sizes: Sequence[tuple],
-    form: str,
+    sizes: Sequence[Any],
     run: Callable[[Any, Sequence[str], Ceilings, float], list[Row]],
     columns: Mapping[str, str],
-) -> None:
-    """Run the command of a benchmark over sizes: measure, print the tables, write the JSON.
+) -> Callable[[Sequence[str] | None], None]:
+    """Make the command of a benchmark over sizes: measure, print the tables, write the JSON.
 
-    The first of ``sizes`` is the default one, all are the sweep; ``form`` is how one is written.
-    ``columns`` are figures of the tables.
+    The first of ``sizes``, named tuples, is the default one; all are the sweep. ``columns`` are
+    figures of the tables.
     """
-    parser = records.parser(doc)
-    chosen, names, kind = parser.add_mutually_exclusive_group(), list(contenders), type(sizes[0])
+    names, size_type = list(contenders), type(sizes[0])
 
     def size(text: str) -> tuple:
-        numbers = tuple(map(int, text.split("x")))
-        if len(numbers) != len(sizes[0]):
-            raise ValueError
-        return numbers if kind is tuple else kind(*numbers)
+        return size_type._make(map(int, text.split("x")))
 
-    chosen.add_argument("--sweep", action="store_true", help=f"{len(sizes)} sizes")
-    chosen.add_argument("--sizes", nargs="+", type=size, metavar=form)
-    parser.add_argument("--contenders", nargs="+", choices=names, default=names)
-    parser.add_argument(
-        "--seconds", type=float, default=0.15, help="seconds to measure each contender and size"
-    )
-    records.add_output(parser, benchmark)
-    args = parser.parse_args(argv)
-    begin, console, rows = time.monotonic(), Console(width=150), []
-    torch.manual_seed(1234)
-    limits = timing.ceilings()
-    console.print(limits.as_json())
-    for one in args.sizes or (sizes if args.sweep else sizes[:1]):
-        found = run(one, args.contenders, limits, args.seconds)
-        console.print(table(found, str(one), columns))
-        rows += found
-        write(args.output, rows, begin, limits)
-    print(args.output)
+    def main(argv: Sequence[str] | None = None) -> None:
+        parser = records.parser(doc)
+        chosen = parser.add_mutually_exclusive_group()
+        chosen.add_argument("--sweep", action="store_true", help=f"{len(sizes)} sizes")
+        form = "x".join(map(str.upper, size_type._fields))
+        chosen.add_argument("--sizes", nargs="+", type=size, metavar=form)
+        parser.add_argument("--contenders", nargs="+", choices=names, default=names)
+        parser.add_argument(
+            "--seconds", type=float, default=0.15, help="seconds to measure each contender and size"
+        )
+        records.add_output(parser, benchmark)
+        args = parser.parse_args(argv)
+        begin, console, rows = time.monotonic(), Console(width=150), []
+        torch.manual_seed(1234)
+        limits = timing.ceilings()
+        console.print(limits.as_json())
+        for one_size in args.sizes or (sizes if args.sweep else sizes[:1]):
+            measured = run(one_size, args.contenders, limits, args.seconds)
+            console.print(table(measured, str(one_size), columns))
+            rows += measured
+            write(args.output, rows, begin, limits)
+        print(args.output)
+
+    return main

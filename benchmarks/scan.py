@@ -1,6 +1,6 @@
 """The convolution and scan of a Mamba-2 mixer, forward and backward: torch against mamba-ssm.
 
-    python benchmarks/scan.py
+    python -m benchmarks scan
 
 BF16 inputs, a mixer of the 8B hybrid's size. ``error`` is the largest difference of the output and
 of the input's gradient from torch's in FP32, over the largest value there.
@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import runner
-import timing
 import torch
-from timing import Ceilings, Step
 from torch import Tensor
 
+from benchmarks import runner, timing
+from benchmarks.timing import Ceilings, Step
 from megatron_lowbit.megatron.layers.hybrid import convolve_and_scan, torch_scan, triton_scan
 
 
@@ -119,13 +118,4 @@ def _results(
 COLUMNS = {
     "forward ms": "forward", "both ms": "both", "tokens/s": "tokens_per_s", "error": "error",
 }  # fmt: skip
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    form = "BATCHxTOKENSxHEADSxHEAD_DIMxGROUPSxSTATES"
-    runner.over_sizes("scan", __doc__, argv, SCANS, SIZES, form, run, COLUMNS)
-
-
-if __name__ == "__main__":
-    main()
+main = runner.over_sizes("scan", __doc__, SCANS, SIZES, run, COLUMNS)

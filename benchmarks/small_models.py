@@ -1,6 +1,6 @@
 """Linear layers of one Transformer layer, by width and tokens, with and without CUDA graphs.
 
-    python benchmarks/small_models.py
+    python -m benchmarks small_models
 
 From which width and number of tokens does a recipe pay? The four linear layers of a Llama-like
 layer (QKV with half as many groups as heads, gated feed-forward 3.5 times as wide) run forward and
@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import linear
-import records
-import runner
-import timing
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import linear, records, runner, timing
 
 WIDTHS = (1024, 2048, 4096, 8192)
 TOKENS = (2048, 4096, 8192, 16384)
@@ -117,7 +115,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += run(Shape(width, tokens), args.contenders)
             runner.write(args.output, rows, begin)
     Console(width=150).print(table(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Memory and gathered bytes of whole training steps, with weights in BF16 and stored as codes.
 
-    python benchmarks/stored_weights.py --output benchmarks/results/stored_weights-2xh100.json
+    python -m benchmarks stored_weights --output benchmarks/results/stored_weights-2xh100.json
 
 A row of cases/stored_weights.yaml is a run of its own: ``pretrain_gpt.py``'s, on as many
 data-parallel ranks as ``--gpus``, with the distributed optimizer and Transformer Engine layers.
@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import training_steps
-from training_steps import PATIENCE_S, cases_file, run_cases, train
+
+from benchmarks import training_steps
+from benchmarks.training_steps import PATIENCE_S, cases_file, run_cases, train
 
 WARMUP = 2
 """Steps before those that count: compilation, the optimizer's moments, the first gather."""
@@ -135,9 +136,8 @@ def measure(name: str, args: argparse.Namespace, more: list[str]) -> dict[str, A
     ]  # fmt: skip
     row = {"row": name, "model": args.model, "micro_batch_size": size, "arguments": words}
     with tempfile.TemporaryDirectory() as folder:
-        own = ["--rank-in", folder, "--", *words]
-        script = f"benchmarks/{Path(__file__).name}"
-        row |= train(script, own, args.gpus, patience=args.patience)
+        rank = ["stored_weights", "--rank-in", folder, "--", *words]
+        row |= train("benchmarks/__main__.py", rank, args.gpus, patience=args.patience)
         if "error" in row:
             return row
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
@@ -188,7 +188,3 @@ def main(argv: list[str] | None = None) -> None:
     ]
     args.only = None
     run_cases(found, args, args.gpus, name_of=name_of)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,14 @@
 """Error of SwiGLU's gradient where its input is kept in E4M3: as Megatron-LM casts it, and scaled.
 
-python benchmarks/swiglu_input.py
+python -m benchmarks swiglu_input
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from benchmarks import records
 from megatron_lowbit.numerics import quantize
 
 ROWS, WIDTH = 1024, 4096
@@ -31,8 +34,9 @@ def errors(x: Tensor, grad: Tensor) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print a line for each spread of the input."""
+    records.parser(__doc__).parse_args(argv)
     draws = torch.Generator().manual_seed(0)
     normal = torch.randn(ROWS, WIDTH, generator=draws)
     grad = torch.randn(ROWS, WIDTH // 2, generator=draws)
@@ -43,7 +47,3 @@ def main() -> None:
     for name, x in cases.items():
         plain, scaled = errors(x.bfloat16(), grad)
         print(f"| {name} | {plain:.1%} | {scaled:.1%} |")
-
-
-if __name__ == "__main__":
-    main()

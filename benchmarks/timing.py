@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from records import ROOT
 from torch import Tensor
+
+from benchmarks.records import ROOT
 
 Mark = Callable[[], None]
 Step = Callable[[Mark], None]

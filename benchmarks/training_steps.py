@@ -19,10 +19,10 @@ from queue import Queue
 from threading import Lock
 from typing import Any, NamedTuple
 
-import records
 import yaml
-from records import ROOT
 
+from benchmarks import records
+from benchmarks.records import ROOT
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 OURS, HYBRID, UPSTREAM = "pretrain_gpt.py", "pretrain_hybrid.py", "examples/own_script.py"

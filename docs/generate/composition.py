@@ -13,7 +13,7 @@ from typing import Any
 from render import RESULTS, ROOT, parser, render
 
 # isort: split
-from compose_features import FEATURES, LAYERS, PAIRS, RECIPES, Run
+from benchmarks.compose_features import FEATURES, LAYERS, PAIRS, RECIPES, Run
 
 PAGE = ROOT / "docs" / "composition.md"
 COLUMNS = [(layers, recipe) for layers in LAYERS for recipe in RECIPES]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from render import RESULTS, ROOT, parser, replace_sections
 
 # isort: split
-import parity
-import records
+from benchmarks import parity, records
 
 
 def main(argv: Sequence[str] | None = None) -> None:

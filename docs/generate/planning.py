@@ -24,10 +24,9 @@ from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
 
 # isort: split
-import flagship
-import megatron_lm
-from model import CONTENDERS, IN_TE, MODEL, VOCABULARY
-from plan_check import COUNTED, ITERATIONS, NAME
+from benchmarks import flagship, megatron_lm
+from benchmarks.model import CONTENDERS, IN_TE, MODEL, VOCABULARY
+from benchmarks.plan_check import COUNTED, ITERATIONS, NAME
 
 GPUS_PER_NODE = 8
 
@@ -65,7 +64,7 @@ def body(results: Path) -> str | None:
     for data in _current([results / "model-h200.json"]):
         title = (
             "Forward and backward of four layers of Llama-3-8B, 4 sequences of 4096 tokens, "
-            f"without an optimizer (`python benchmarks/model.py`), one {data['machine']['gpu']}:"
+            f"without an optimizer (`python -m benchmarks model`), one {data['machine']['gpu']}:"
         )
         parts += [title, _layers(data)]
     return "\n\n".join(parts) or None

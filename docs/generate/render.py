@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "benchmarks"))  # generators import what benchmarks declare
+sys.path.insert(0, str(ROOT))  # generators import what benchmarks declare
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,6 +1,6 @@
 """Keep what the longer runs gave, and write docs/results.md, its pictures and README's.
 
-    python benchmarks/flagship.py --output benchmarks/results/flagship-h100.json
+    python -m benchmarks flagship --output benchmarks/results/flagship-h100.json
     lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 -- ...
     python docs/generate/results.py runs/flagship
 
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shown = measured[KINDS[0]]
     if shown is None:
         missing = args.results / f"flagship-{KINDS[0]}.json"
-        command = f"python benchmarks/flagship.py --output {missing}"
+        command = f"python -m benchmarks flagship --output {missing}"
         raise SystemExit(f"error: {missing}: is missing; {command} makes it")
     kept_file = args.results / "flagship-runs.json"
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else []

@@ -1,7 +1,7 @@
-"""Scripts of benchmarks import one another by their names."""
+"""Paths of the package of benchmarks and of the generators of pages."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs" / "generate")]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "generate")]

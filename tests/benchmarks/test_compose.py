@@ -8,12 +8,11 @@ import subprocess
 import time
 from pathlib import Path
 
-import compose
-import compose_features
-import compose_runs
 import pytest
 import torch
-from compose_features import FEATURES, PAIRS, Run, runs_of
+
+from benchmarks import compose, compose_features, compose_runs
+from benchmarks.compose_features import FEATURES, PAIRS, Run, runs_of
 
 PAIR = Run(("SP", "switch"), "local", "fp8-tile", on_gpu=False)
 ALONE = PAIR._replace(features=("recompute-selective", "switch"))

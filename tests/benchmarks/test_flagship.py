@@ -4,10 +4,10 @@ import json
 import shlex
 from pathlib import Path
 
-import flagship
 import planning
 import pytest
-import training_steps
+
+from benchmarks import flagship, training_steps
 
 ROOT = Path(__file__).parents[2]
 FIRST = """

@@ -4,8 +4,9 @@ import gzip
 import json
 from pathlib import Path
 
-import gpu_time
 import pytest
+
+from benchmarks import gpu_time
 
 
 def event(name: str, start: float, length: float, category: str = "kernel") -> dict:

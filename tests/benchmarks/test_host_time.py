@@ -1,7 +1,8 @@
 """The benchmark of a layer's CPU time: its contenders run, on a CPU as well."""
 
-import host_time
 import pytest
+
+from benchmarks import host_time
 
 
 @pytest.mark.slow

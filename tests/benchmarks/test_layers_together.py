@@ -1,9 +1,8 @@
 """Benchmarks of experts and of small models: their contenders run, on a CPU as well."""
 
-import experts
 import pytest
-import small_models
-import timing
+
+from benchmarks import experts, small_models, timing
 
 
 def test_skewed_tokens():

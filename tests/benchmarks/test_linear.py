@@ -1,8 +1,7 @@
 """The benchmark of a linear layer: its recipes run, on a CPU as well."""
 
-import linear
-from timing import Ceilings
-
+from benchmarks import linear
+from benchmarks.timing import Ceilings
 from megatron_lowbit.kernels import compiled
 
 LIMITS = Ceilings(4.0e12, {"bf16": 1e14, "fp8 per row": 1e14, "fp8 per tensor": 1e14}, {})

@@ -1,9 +1,10 @@
 """The benchmark of sums with main gradients: what it computes, and its bound."""
 
-import main_grad
 import pytest
 import torch
-from timing import Ceilings
+
+from benchmarks import main_grad
+from benchmarks.timing import Ceilings
 
 LIMITS = Ceilings(1e9, {"bf16": 1e12}, {})
 

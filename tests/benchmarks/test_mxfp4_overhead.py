@@ -1,10 +1,10 @@
 """The benchmark of what the techniques of the MXFP4 paper cost."""
 
-import linear
-import mxfp4_overhead
 import pytest
-from linear import Size, middle_precision
-from timing import Ceilings
+
+from benchmarks import linear, mxfp4_overhead
+from benchmarks.linear import Size, middle_precision
+from benchmarks.timing import Ceilings
 
 
 @pytest.mark.parametrize("name", mxfp4_overhead.VARIANTS)

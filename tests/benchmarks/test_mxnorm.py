@@ -2,11 +2,11 @@
 
 import sys
 
-import mxnorm
 import pytest
-import timing
 import torch
-from timing import Ceilings
+
+from benchmarks import mxnorm, timing
+from benchmarks.timing import Ceilings
 
 SMALL = """--hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
     --seq-length 32 --max-position-embeddings 32 --quantization-engine reference"""

@@ -2,8 +2,9 @@
 
 import json
 
-import runner
 from rich.console import Console
+
+from benchmarks import quantize, runner
 
 
 def test_rows_ratios_and_the_table(capsys):
@@ -34,7 +35,7 @@ def test_a_record_over_sizes(tmp_path, monkeypatch):
     run = lambda size, names, limits, seconds: [{"contender": n, "size": size} for n in names]  # noqa: E731
     file = tmp_path / "a.json"
     arguments = ["--output", str(file), "--sizes", "1x2", "3x4", "--contenders", "a"]
-    runner.over_sizes("x", None, arguments, ["a", "b"], [(0, 0)], "AxB", run, {})
+    runner.over_sizes("x", None, ["a", "b"], [quantize.Size(0, 0)], run, {})(arguments)
     record = json.loads(file.read_text())
     assert [row["size"] for row in record["rows"]] == [[1, 2], [3, 4]]
     assert record["ceilings"]["copy_tb_per_s"] == 1 and "engine" in record

@@ -1,6 +1,6 @@
 """The benchmark of stored weights: its figures of the steps of all ranks."""
 
-import stored_weights
+from benchmarks import stored_weights
 
 
 def test_figures_are_each_ranks_largest_and_the_slowest_ranks_median():

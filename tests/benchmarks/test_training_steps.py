@@ -3,8 +3,8 @@
 import json
 import time
 
-import training_steps
-from training_steps import Case, run_cases
+from benchmarks import training_steps
+from benchmarks.training_steps import Case, run_cases
 
 MEMORY = """
 [Rank 0] (after 1 iterations) memory (MB) | allocated: 9.00 | max allocated: 512.00 | reserved: 9.0

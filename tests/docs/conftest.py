@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-GENERATE = Path(__file__).parents[2] / "docs" / "generate"
-sys.path[:0] = [str(Path(__file__).parent), str(GENERATE)]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT), str(ROOT / "docs" / "generate")]

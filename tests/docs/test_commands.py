@@ -55,7 +55,7 @@ def commands(text: str) -> Iterator[list[str]]:
 def program(words: list[str]) -> tuple[str, list[str]] | None:
     """Return what a command runs and its arguments; None for a command that is not the project's.
 
-    It runs a script's path, a console script's name, or ``-m MODULE``.
+    It runs a script's path, a console script's name, or ``-m MODULE``; of benchmarks each is one.
     """
     if not words:
         return None
@@ -64,9 +64,13 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
         for at, word in enumerate(words):
             if word in SCRIPTS or word.endswith(".py"):
                 return word, words[at + 1 :]
+            if words[at : at + 2] == ["-m", "benchmarks"]:
+                return program(["python", *words[at:]])
     if first in SCRIPTS:
         return first, words[1:]
     if re.fullmatch(r"python[\d.]*", first) and len(words) > 1:
+        if words[1:3] == ["-m", "benchmarks"]:
+            return " ".join(words[1:4]), words[4:]
         if words[1] == "-m" and len(words) > 2:
             return f"-m {words[2]}", words[3:]
         if words[1].endswith(".py"):
@@ -86,7 +90,7 @@ def caught(name: str, beside: Path) -> Iterator[None]:
 
     known = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [name])
+        patch.setattr(sys, "argv", [name, *name.split()[2:]])  # the benchmark of -m benchmarks
         patch.setattr(sys, "path", [str(beside), *sys.path])
         patch.setattr(argparse.ArgumentParser, "parse_args", stop(strict=True))
         patch.setattr(argparse.ArgumentParser, "parse_known_args", stop(strict=False))
@@ -106,7 +110,7 @@ def options(name: str) -> Options | None:
                 module, _, function = SCRIPTS[name].partition(":")
                 getattr(import_module(module), function)()
             elif name.startswith("-m "):
-                runpy.run_module(name[3:], run_name="__main__")
+                runpy.run_module(name.split()[1], run_name="__main__")
             else:
                 found = runpy.run_path(str(script))
                 # A script without a function of that name starts under its guard.
@@ -123,7 +127,7 @@ def test_options_are_found():
     for script in ("pretrain_gpt.py", "pretrain_hybrid.py", "examples/own_script.py"):
         assert "--precision-recipe" in options(script).parser._option_string_actions
     assert options("-m megatron_lowbit.recipes").parser._subparsers is not None
-    assert options("benchmarks/loss_curves.py").hands_on
+    assert options("-m benchmarks loss_curves").hands_on
     assert not options("tools/plot_loss.py").hands_on
 
 
@@ -179,9 +183,10 @@ def check_command(words: list[str]) -> None:
         return
     name, arguments = found
     if name.startswith("-m "):
-        if not name.startswith("-m megatron_lowbit"):
+        module = ".".join(name.split()[1:])
+        if not module.startswith(("megatron_lowbit", "benchmarks")):
             return
-        assert find_spec(name[3:]), name
+        assert find_spec(module), name
     elif name not in SCRIPTS:
         # The page's own files are written as they are named in it: launch.py, not DIR/launch.py.
         if ("/" not in name and not (ROOT / name).is_file()) or PLACEHOLDER.match(name):
@@ -215,7 +220,7 @@ def test_python_compiles(page: Path):
         "lowbit-pretrain --lr-decay-style cubic",
         "lowbit-recipes shw nvfp4",
         "torchrun --nproc-per-node 2 pretrain_gpt.py @examples/none.args",
-        "python benchmarks/loss_curves.py --recipez bf16",
+        "python -m benchmarks loss_curves --recipez bf16",
         "make pretain",
         "pytest tests/numerix",
     ],

@@ -4,7 +4,8 @@ import json
 
 import composition
 import pytest
-from compose_features import FEATURES, PAIRS
+
+from benchmarks.compose_features import FEATURES, PAIRS
 
 MACHINE = {"gpus": 0, "gpu": "none", "cpu": "CPU"}
 ENDED = {"loss": 1e-4, "norm": 0.0, "message": ""}

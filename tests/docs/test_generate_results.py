@@ -105,7 +105,7 @@ def test_where_the_time_goes(place):
     machine = {"gpu": "NVIDIA H100", "commit": "abcdef0123456789"}
     (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
-    assert "gpu_time.py --only 'llama-8b fp8-tile' --output" in text
+    assert "gpu_time --only 'llama-8b fp8-tile' --output" in text
     assert cells(text, "llama-8b fp8-tile") == ["612", "500", "200"]
     assert "Commit abcdef012345." in text
 
@@ -163,7 +163,7 @@ def test_rows_of_two_processes_are_one_table(place):
 def test_the_page_says_what_is_missing(place):
     (place / "flagship-h200.json").unlink()
     text = page(place)
-    assert "one H200\n\nNot measured: `python benchmarks/flagship.py --output benchmarks" in text
+    assert "one H200\n\nNot measured: `python -m benchmarks flagship --output benchmarks" in text
     assert text.partition("## Longer runs")[2].strip().startswith("Not run yet:")
     assert not (place / "flagship-runs.json").exists()
     assert "Right:" not in (place / "README.md").read_text()
@@ -185,7 +185,7 @@ def test_errors_leave_no_page(place, study):
     with pytest.raises(SystemExit, match=r"other: no run of examples/studies/flagship\.yaml"):
         page(place, folder)
     (place / "flagship-h100.json").unlink()
-    with pytest.raises(SystemExit, match=r"flagship-h100\.json: is missing; python benchmarks/"):
+    with pytest.raises(SystemExit, match=r"flagship-h100\.json: is missing; python -m benchmarks "):
         page(place)
     assert not (place / "docs" / "results.md").exists()
     assert not (place / "flagship-runs.json").exists()

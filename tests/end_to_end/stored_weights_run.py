@@ -17,11 +17,11 @@ import torch.distributed as dist
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron.core.distributed import param_and_grad_buffer
-from stored_weights import count_received
 
+from benchmarks.stored_weights import count_received
 from megatron_lowbit.arguments import cpu
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.layers.state import layer_states

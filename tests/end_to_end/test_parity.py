@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import compose
-import parity
-from parity import LAYOUTS, RECIPES, Recipe
+from benchmarks import compose, parity
+from benchmarks.parity import LAYOUTS, RECIPES, Recipe
 
 FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad"))
 # One of each kind; experts are in test_experts.py, distributed optimizers in test_resharding.py.

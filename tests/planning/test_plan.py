@@ -365,8 +365,8 @@ def test_weights_as_codes_take_their_bytes(recipe, kept, sent):
 
 
 def test_rows_of_the_benchmark_of_stored_weights_take_what_the_options_save(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import stored_weights
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    from benchmarks import stored_weights
 
     model = f"{stored_weights.MODELS['llama3.2-1b']} {stored_weights.COMMON} --train-iters 8 "
     model += "--micro-batch-size 2 --global-batch-size 4 "

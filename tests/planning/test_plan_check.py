@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def check(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(ROOT)
-    import plan_check
+    from benchmarks import plan_check
 
     return plan_check
 

@@ -1,0 +1,1 @@
+"""Benchmarks: one module for each question, which declares its cases for one of the runners."""
