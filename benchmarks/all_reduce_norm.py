@@ -100,20 +100,20 @@ def contenders(
 ) -> dict[str, Callable[[], object]]:
     """Return the functions that are timed."""
     x, residual, gain = case
-    found = {
+    calls = {
         f"{OURS}, {path}": lambda path=path: run(x, residual, NORM, gain, REQUEST, path=path)
         for path in PATHS
     }
-    found[OURS] = lambda: run(x, residual, NORM, gain, REQUEST)
+    calls[OURS] = lambda: run(x, residual, NORM, gain, REQUEST)
     # As in training: wgrad quantizes the rows along the other axis.
-    found[WITH_ROWS] = lambda: run(x, residual, NORM, gain, REQUEST, keep_normalized=True)
+    calls[WITH_ROWS] = lambda: run(x, residual, NORM, gain, REQUEST, keep_normalized=True)
 
     def nccl() -> None:
         dist.all_reduce(x, group=group)
         add_norm(x, residual, gain)
 
-    found[NCCL] = nccl
-    return found | _symmetric(group, case)
+    calls[NCCL] = nccl
+    return calls | _symmetric(group, case)
 
 
 def _symmetric(group: dist.ProcessGroup, case: Case) -> dict[str, Callable[[], object]]:
@@ -123,15 +123,14 @@ def _symmetric(group: dist.ProcessGroup, case: Case) -> dict[str, Callable[[], o
     x.copy_(case.x)
     symmetric_memory.rendezvous(x, group)
 
-    def one_shot() -> None:
-        made = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group.group_name)
-        add_norm(made, case.residual, case.gain)
+    def reduce_and_norm(all_reduce: Callable) -> None:
+        add_norm(all_reduce(x, "sum", group.group_name), case.residual, case.gain)
 
-    def two_shot() -> None:
-        made = torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group.group_name)
-        add_norm(made, case.residual, case.gain)
-
-    return {f"{SYMMETRIC}, one-shot": one_shot, f"{SYMMETRIC}, two-shot": two_shot}
+    operations = {
+        "one-shot": torch.ops.symm_mem.one_shot_all_reduce,
+        "two-shot": torch.ops.symm_mem.two_shot_all_reduce_,
+    }
+    return {f"{SYMMETRIC}, {name}": partial(reduce_and_norm, f) for name, f in operations.items()}
 
 
 def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
@@ -161,7 +160,7 @@ def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dic
 
 
 def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Measure the bytes a second of reading a peer's memory, by a copy."""
+    """Measure the bytes/s of reading a peer's memory, by a copy."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     memory = symmetric_memory.empty(COPY_BYTES, dtype=torch.uint8, device=device)
@@ -205,12 +204,12 @@ def rows_of(
 
 def best(rows: Sequence[dict], name: str) -> dict[tuple[int, int], float]:
     """Return the least time of the contenders so named, by hidden size and rows."""
-    found: dict[tuple[int, int], float] = {}
+    times: dict[tuple[int, int], float] = {}
     for row in rows:
         if row["contender"].startswith(name):
             cell = (row["hidden"], row["rows"])
-            found[cell] = min(found.get(cell, row["us"]), row["us"])
-    return found
+            times[cell] = min(times.get(cell, row["us"]), row["us"])
+    return times
 
 
 def summary(rows: Sequence[dict]) -> Table:

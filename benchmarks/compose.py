@@ -4,9 +4,9 @@
     python -m benchmarks compose --output benchmarks/results/compose-2xh100.json --jobs 14 \\
         --layers te
 
-A tiny model is trained for a few steps with each pair of ``compose_features.FEATURES``, and alone
-with each feature; a feature with itself is the feature alone. Two losses and the first gradient
-norm are compared with those of one process that has the same model and recipe, from the same
+A tiny model is trained for a few steps with each pair of ``compose_features.FEATURES``, and with
+each single feature; a feature with itself is a single feature. Two losses and the first gradient
+norm are compared with one process that has the same model and recipe, from the same
 weights. Megatron-FSDP, which does not load them, and quantized parameters are compared with the
 distributed optimizer on the same ranks. A run with a save is also resumed from it, and compared
 with itself. With ``--seeds`` all are run with other weights and data, for the bounds.
@@ -56,10 +56,10 @@ class Results:
             x["key"]: x for x in known.get("references", ()) if x["outcome"] == "ended"
         }
 
-    def add(self, kind: str, entry: Cell) -> None:
+    def add(self, table: str, entry: Cell) -> None:
         """Keep an entry of "cells" or "references", and write the file."""
         with self._lock:
-            getattr(self, kind)[entry["key"]] = entry
+            getattr(self, table)[entry["key"]] = entry
             self.write()
 
     def write(self) -> None:
@@ -94,14 +94,14 @@ class Composer:
     def compose(self, runs: Sequence[Run], jobs: int) -> None:
         """Run what is not there yet: starts, then references, then cells."""
         runnable = []
-        for one in runs:
-            if one.key in self._results.cells:
+        for run in runs:
+            if run.key in self._results.cells:
                 continue
-            if (obstacle := one.obstacle(self._gpus)) is not None:
-                self._results.add("cells", _cell(one, Outcome(*obstacle)))
+            if (obstacle := run.obstacle(self._gpus)) is not None:
+                self._results.add("cells", _cell(run, Outcome(*obstacle)))
             else:
-                runnable.append(one)
-        references = _unique(one.reference() for one in runnable)
+                runnable.append(run)
+        references = _unique(run.reference() for run in runnable)
         references = [r for r in references if r.key not in self._results.references]
         loading = [r for r in [*runnable, *references] if not r.from_seed]
         starts = [r for r in _unique(r.start() for r in loading) if not self._start(r).is_dir()]
@@ -117,97 +117,97 @@ class Composer:
             self._crews.end()  # Python would wait for them
 
     def _in_time(self, function: Callable[[Run], None]) -> Callable[[Run], None]:
-        return lambda one: function(one) if time.monotonic() < self._end else None
+        return lambda run: function(run) if time.monotonic() < self._end else None
 
-    def _start(self, one: Run) -> Path:
-        return self._starts / one.start().key
+    def _start(self, run: Run) -> Path:
+        return self._starts / run.start().key
 
-    def _make_start(self, one: Run) -> None:
-        folder = self._starts / f"{one.key}.partial"
+    def _make_start(self, run: Run) -> None:
+        folder = self._starts / f"{run.key}.partial"
         shutil.rmtree(folder, ignore_errors=True)
-        outcome, _ = self._run(one, [one.start_arguments(folder)])
+        outcome, _ = self._run(run, [run.start_arguments(folder)])
         if outcome.kind == "ended":
-            folder.rename(self._starts / one.key)
+            folder.rename(self._starts / run.key)
         else:
-            self._no_start[one.key] = outcome
+            self._no_start[run.key] = outcome
 
-    def _add_reference(self, one: Run) -> None:
-        outcome, steps = self._run(one, [one.length(self._start(one))])
-        entry = {"key": one.key, "outcome": outcome.kind, "message": outcome.message}
+    def _add_reference(self, run: Run) -> None:
+        outcome, steps = self._run(run, [run.length(self._start(run))])
+        entry = {"key": run.key, "outcome": outcome.kind, "message": outcome.message}
         self._results.add("references", entry | {"steps": steps[0] if steps else {}})
 
-    def _add_cell(self, one: Run) -> None:
-        began, length = time.monotonic(), one.length(self._start(one))
+    def _add_cell(self, run: Run) -> None:
+        began, length = time.monotonic(), run.length(self._start(run))
         phases = [length]
-        if one.saves:
-            half = str(one.iterations // 2)
+        if run.saves:
+            half = str(run.iterations // 2)
             save = tempfile.mkdtemp(dir=self._work)
-            resumed = ["--train-iters", str(one.iterations), "--load", save, "--ckpt-step", half]
+            resumed = ["--train-iters", str(run.iterations), "--load", save, "--ckpt-step", half]
             phases = [[*length, "--save", save, "--save-interval", half], resumed]
-        outcome, steps = self._run(one, phases)
-        if one.saves:
+        outcome, steps = self._run(run, phases)
+        if run.saves:
             shutil.rmtree(save, ignore_errors=True)
-        cell = _cell(one, outcome)
+        cell = _cell(run, outcome)
         if outcome.kind == "ended":
-            cell |= self._compare(one, steps)
+            cell |= self._compare(run, steps)
         cell["seconds"] = round(time.monotonic() - began, 1)
         self._results.add("cells", cell)
         figures = [f"{cell[name]:.0e}" for name in ("loss", "norm", "resumed") if name in cell]
         print(cell["key"], cell["outcome"], *figures, cell["message"], flush=True)
 
-    def _run(self, one: Run, phases: list[list[str]]) -> tuple[Outcome, list[Steps]]:
+    def _run(self, run: Run, phases: list[list[str]]) -> tuple[Outcome, list[Steps]]:
         """Return what became of phases, and the steps of each.
 
         A model that one process does not train is not tried in other layouts.
         """
-        if not one.from_seed and one.start().key in self._no_start:
-            return self._no_start[one.start().key], []
+        if not run.from_seed and run.start().key in self._no_start:
+            return self._no_start[run.start().key], []
         logs = self._work / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=logs, prefix=one.key.replace(" ", "-") + "-"))
+        folder = Path(tempfile.mkdtemp(dir=logs, prefix=run.key.replace(" ", "-") + "-"))
         recipe = folder / "recipe.yaml"
-        recipe.write_text(one.recipe_text())
-        lines = [[*one.arguments(recipe), *phase] for phase in phases]
-        timeout, place = self._timeout * len(phases), folder / "first"
-        with self._crews.crew(one) as crew:
-            outcome = crew.make(lines, place, timeout)
+        recipe.write_text(run.recipe_text())
+        lines = [[*run.arguments(recipe), *phase] for phase in phases]
+        timeout, output = self._timeout * len(phases), folder / "first"
+        with self._crews.crew(run) as crew:
+            outcome = crew.make(lines, output, timeout)
             made_others = crew.runs > 1
         if outcome.kind != "ended" and made_others:
             # Something that earlier runs left behind may be the reason.
-            place = folder / "again"
-            with self._crews.crew(one, new=True) as crew:
-                outcome = crew.make(lines, place, timeout)
+            output = folder / "again"
+            with self._crews.crew(run, new=True) as crew:
+                outcome = crew.make(lines, output, timeout)
         steps = []
         if outcome.kind == "ended":
-            steps = [read_steps(_folder_of(line, place / str(i))) for i, line in enumerate(lines)]
+            steps = [read_steps(_folder_of(line, output / str(i))) for i, line in enumerate(lines)]
             shutil.rmtree(folder)
         return outcome, steps
 
-    def _compare(self, one: Run, steps: list[Steps]) -> Cell:
+    def _compare(self, run: Run, steps: list[Steps]) -> Cell:
         """Return a cell's distances from its reference, and of its resumed part from itself."""
-        reference = self._results.references.get(one.reference().key)
+        reference = self._results.references.get(run.reference().key)
         if reference is None or reference["outcome"] != "ended":
             reason = "none" if reference is None else reference["message"]
-            return {"outcome": "no reference", "message": f"{one.reference().key}: {reason}"}
-        whole = steps[0]
+            return {"outcome": "no reference", "message": f"{run.reference().key}: {reason}"}
+        trained = steps[0]
         known = {int(step): tuple(values) for step, values in reference["steps"].items()}
-        first, *_ = judged = sorted(known)[: one.judged]
-        found: Cell = {
-            "loss": _gap((whole[step][0], known[step][0]) for step in judged),
-            "norm": _gap([(whole[first][1], known[first][1])]),
+        first, *_ = judged = sorted(known)[: run.judged]
+        differences: Cell = {
+            "loss": _gap((trained[step][0], known[step][0]) for step in judged),
+            "norm": _gap([(trained[first][1], known[first][1])]),
         }
-        bounds = dict(zip(("loss", "norm"), one.bounds(), strict=True))
-        if one.saves:
+        bounds = dict(zip(("loss", "norm"), run.bounds(), strict=True))
+        if run.saves:
             later = steps[1]
-            found["resumed"] = _gap(
-                pair for step in later for pair in zip(later[step], whole[step], strict=True)
+            differences["resumed"] = _gap(
+                pair for step in later for pair in zip(later[step], trained[step], strict=True)
             )
-            bounds["resumed"] = bounds["norm"] if one.on_gpu else 0
-        within = all(found[name] <= bound for name, bound in bounds.items())
+            bounds["resumed"] = bounds["norm"] if run.on_gpu else 0
+        within = all(differences[name] <= bound for name, bound in bounds.items())
         outcome = "parity" if within else "apart"
-        if whole == known and not found.get("resumed"):
+        if trained == known and not differences.get("resumed"):
             outcome = "equal"
-        return found | {"bounds": one.bounds(), "steps": whole, "outcome": outcome}
+        return differences | {"bounds": run.bounds(), "steps": trained, "outcome": outcome}
 
 
 def _folder_of(line: Sequence[str], folder: Path) -> Path:
@@ -220,13 +220,13 @@ def _gap(pairs: Iterable[tuple[float, float]]) -> float:
     return max((gap if gap == gap else float("inf") for gap in gaps), default=0.0)
 
 
-def _cell(one: Run, outcome: Outcome) -> Cell:
-    cell = {"key": one.key, **one.describe(), "ranks": one.ranks}
+def _cell(run: Run, outcome: Outcome) -> Cell:
+    cell = {"key": run.key, **run.describe(), "ranks": run.ranks}
     return cell | {"outcome": outcome.kind, "message": outcome.message}
 
 
 def _unique(runs: Iterable[Run]) -> list[Run]:
-    return list({one.key: one for one in runs}.values())
+    return list({run.key: run for run in runs}.values())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of models and data: how far a pair's losses move by chance",
     )  # fmt: skip
     parser.add_argument(
-        "--again", nargs="+", default=[], metavar="OUTCOME", help="run cells of these anew"
+        "--again", nargs="+", default=[], metavar="OUTCOME", help="run cells of these again"
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for a run")
@@ -260,16 +260,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     context = start_server(bool(gpus))
     if "te" in args.layers and not gpus:
         parser.error("--layers te: Transformer Engine needs a GPU")
-    runs = [one._replace(seed=seed) for layers in args.layers for recipe in args.recipes
-            for one in runs_of(layers, recipe, bool(gpus))
-            if set(args.features) & set(one.features) for seed in args.seeds]  # fmt: skip
+    runs = [run._replace(seed=seed) for layers in args.layers for recipe in args.recipes
+            for run in runs_of(layers, recipe, bool(gpus))
+            if set(args.features) & set(run.features) for seed in args.seeds]  # fmt: skip
     results = Results(args.output, {"machine": records.description(gpus=gpus)})
     results.cells = {k: c for k, c in results.cells.items() if c["outcome"] not in args.again}
     with tempfile.TemporaryDirectory() as folder:
         work = args.work or Path(folder)
         composer = Composer(context, results, work, gpus, args.timeout, begin + args.seconds)
         composer.compose(runs, args.jobs)
-    found = [results.cells[one.key] for one in runs if one.key in results.cells]
-    print(dict(Counter(cell["outcome"] for cell in found)), f"of {len(runs)}")
-    if len(found) < len(runs):
-        sys.exit(f"{len(runs) - len(found)} cells are left: start the same command again")
+    cells = [results.cells[run.key] for run in runs if run.key in results.cells]
+    print(dict(Counter(cell["outcome"] for cell in cells)), f"of {len(runs)}")
+    if len(cells) < len(runs):
+        sys.exit(f"{len(runs) - len(cells)} cells are left: start the same command again")

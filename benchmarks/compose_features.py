@@ -23,24 +23,10 @@ class Bounds(NamedTuple):
     norm: float
 
 
-# Sums in another order, and what torch's norm is off by.
-SUMS = Bounds(1e-6, 1e-4)
-# The first iteration quantizes to the same bits, but gradients are added up in another order. That
-# moves a few values over a rounding threshold in later iterations, each a whole step, which moves
-# many in the layers around it: a relative change of 1e-7 of one process's own first gradients
-# changes the third gradient norm of mxfp4-backward by 1%.
-WHOLE = Bounds(1e-4, 1e-4)
-# A sum split over ranks does so in the first iteration already. Moving one process's own norm
-# weights by 1e-7 moves the first gradient norm of fp8-tile by up to 7e-4 and of mxfp4-backward by
-# 3e-4 (12 draws); of nvfp4-group by 1.7e-3 (24 draws) and of fp8-delayed, where one flip in the
-# largest element moves the whole tensor, by 1.8e-3 (12 draws).
-FLIPS, LARGE_FLIPS = Bounds(5e-4, 1e-3), Bounds(5e-4, 5e-3)
-# Other scales or random numbers, by design: noise as large as quantization's own.
-OTHER = Bounds(2e-3, 3e-2)
-
 DECLARED = cases_file("compose")
 LAYERS: Mapping[str, str] = DECLARED["layers"]
 RECIPES: Sequence[str] = DECLARED["recipes"]
+BOUNDS = {name: Bounds(*pair) for name, pair in DECLARED["bounds"].items()}
 
 
 class Feature(NamedTuple):
@@ -67,21 +53,8 @@ class Feature(NamedTuple):
 
 FEATURES = {name: Feature(**attributes) for name, attributes in DECLARED["features"].items()}
 PAIRS = [*combinations_with_replacement(FEATURES, 2)]
-"""All pairs of features; a feature with itself is the feature alone."""
+"""All pairs of features; a feature with itself is a single feature."""
 
-# Under nvfp4 moving one process's own norm weights by 1e-7 moves the second loss by up to 1.7e-3
-# and the first gradient norm by up to 1e-3, with MTP by up to 9e-4 and 2.7e-3 (12 draws each).
-AMPLIFIED = Bounds(2e-3, 5e-3)
-# BF16 activations are rounded after other partial sums: 2^-9 of an element.
-BF16_SUMS = Bounds(5e-4, 1e-2)
-# Under recipes two ranks' partial sums in BF16 move the second loss by up to 5e-4 (fp8-tile) and
-# 1.4e-3 (nvfp4), and the first gradient norm by up to 3.4e-3 and 1.1e-2: TP2 with MTP and without,
-# SP with experts, 6 seeds each, on a CPU.
-BF16_SPLIT = Bounds(4e-3, 3e-2)
-# Under nvfp4 some models' second loss moves much farther than most: TP2 with MTP by a median of
-# 4.5e-4 and at most 4.8e-3, ETP2 with MLA by 2.1e-3 and 3.9e-3, norms by up to 1.9e-2 (24 seeds
-# each, on a CPU with BF16 weights).
-BF16_AMPLIFIED = Bounds(1e-2, 3e-2)
 SPREAD = {"TP2", "SP", "CP2", "EP2", "ETP2"}
 """Features that split or spread layers over ranks."""
 
@@ -144,7 +117,7 @@ class Run(NamedTuple):
 
     @property
     def architecture(self) -> tuple[str, ...]:
-        """Changes of the model alone: runs with the same ones share a start."""
+        """Changes of only the model: runs with the same ones share a start."""
         return tuple(sorted(self.models - {"delayed", "switch"}))
 
     @property
@@ -193,20 +166,20 @@ class Run(NamedTuple):
         """Return the largest differences from its reference that count as parity."""
         names = set(self.features)
         quantized = self.recipe != "bf16" or names & {"delayed", "switch"}
-        floor = BF16_SUMS if self.on_gpu else Bounds(5e-5, 1e-3) if self.in_bf16 else Bounds(0, 0)
+        floor = "BF16 sums" if self.on_gpu else "BF16 on a CPU" if self.in_bf16 else "exact"
         if not quantized:
-            found = SUMS
+            bounds = "sums"
         elif names & SPREAD and self.on_gpu:
             wide = self.recipe == "nvfp4" and names & {"MTP", "MLA"}
-            found = BF16_AMPLIFIED if wide else BF16_SPLIT
+            bounds = "BF16 amplified" if wide else "BF16 split"
         elif names & {"EP2", "ETP2", "CP2"} or (names & {"TP2", "SP"} and "hybrid" in names):
-            found = OTHER
+            bounds = "spread"
         elif names & {"TP2", "SP"}:
-            tile = LARGE_FLIPS if names & {"delayed", "switch"} else FLIPS
-            found = AMPLIFIED if self.recipe == "nvfp4" else tile
+            tile = "large flips" if names & {"delayed", "switch"} else "flips"
+            bounds = "amplified" if self.recipe == "nvfp4" else tile
         else:
-            found = WHOLE
-        return Bounds(*map(max, found, floor))
+            bounds = "whole"
+        return Bounds(*map(max, BOUNDS[bounds], BOUNDS[floor]))
 
     def arguments(self, recipe_file: Path) -> list[str]:
         """Return its command line, but for its length and folders."""

@@ -1,6 +1,6 @@
 """Runs in processes that have made others before, and are forked from a server.
 
-A process that is started anew would import torch and Megatron-LM, and then compile its functions,
+A new process would import torch and Megatron-LM, and then compile its functions,
 for longer than it trains.
 """
 
@@ -88,9 +88,9 @@ class Crew:
         }  # fmt: skip
         self._ranks = []
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
             ours, theirs = context.Pipe()
-            variables = {**common, **own, **environment}
+            variables = {**common, **rank_variables, **environment}
             process = context.Process(target=_rank, args=(theirs, rank, ranks, variables))
             process.start()
             theirs.close()
@@ -115,10 +115,10 @@ class Crew:
             self.end()
         errors = [json.loads(file.read_text()) for file in sorted(folder.glob(ERROR.format("*")))]
         if errors:
-            kinds = [error["kind"] for error in errors]
+            outcomes = [error["kind"] for error in errors]
             # Other ranks fail because they lost the first one's connection.
             first = min(errors, key=lambda error: (error["kind"] == "failed", error["time"]))
-            return Outcome("refused" if "refused" in kinds else "failed", first["message"])
+            return Outcome("refused" if "refused" in outcomes else "failed", first["message"])
         if any(codes):
             return Outcome("failed", f"exit codes {codes}")
         if None in codes:
@@ -157,7 +157,7 @@ class Crew:
             ready = connection.wait(ends, max(0, deadline - time.monotonic()))
             if not ready:
                 break
-            for number in {ends[one] for one in ready}:
+            for number in {ends[end] for end in ready}:
                 codes[number] = self._code(number)
             if any(codes):
                 deadline = min(deadline, time.monotonic() + GRACE)
@@ -173,9 +173,9 @@ class Crew:
         return process.exitcode or 1
 
 
-def kind_of(one: Run) -> tuple[int, bool]:
+def kind_of(run: Run) -> tuple[int, bool]:
     """Return what a run asks of its processes: their number, and Megatron-FSDP's environment."""
-    return one.ranks, "FSDP" in one.features
+    return run.ranks, "FSDP" in run.features
 
 
 class Crews:
@@ -186,14 +186,14 @@ class Crews:
         self._idle: list[tuple[tuple[int, bool], Crew]] = []
 
     @contextmanager
-    def crew(self, one: Run, new: bool = False) -> Iterator[Crew]:
+    def crew(self, run: Run, new: bool = False) -> Iterator[Crew]:
         """Yield a crew for a run; one that has made no run if ``new``.
 
         A crew that is started takes the place of an idle one, if there is any.
         """
-        kind = kind_of(one)
+        needs = kind_of(run)
         with self._lock:
-            fitting = [pair for pair in self._idle if pair[0] == kind and not new]
+            fitting = [pair for pair in self._idle if pair[0] == needs and not new]
             taken = (fitting or self._idle)[:1]
             self._idle = [pair for pair in self._idle if pair not in taken]
         if fitting:
@@ -201,7 +201,7 @@ class Crews:
         else:
             for _, other in taken:
                 other.end()
-            crew = Crew(self._context, one.ranks, self._environment(kind))
+            crew = Crew(self._context, run.ranks, self._environment(needs))
         try:
             yield crew
         except BaseException:
@@ -209,7 +209,7 @@ class Crews:
             raise
         if crew.alive:
             with self._lock:
-                self._idle.append((kind, crew))
+                self._idle.append((needs, crew))
 
     def end(self) -> None:
         """End all crews."""
@@ -217,8 +217,8 @@ class Crews:
             crew.end()
         self._idle.clear()
 
-    def _environment(self, kind: tuple[int, bool]) -> dict[str, str]:
-        ranks, under_fsdp = kind
+    def _environment(self, needs: tuple[int, bool]) -> dict[str, str]:
+        ranks, under_fsdp = needs
         environment = {}
         if self._gpus and not under_fsdp:
             environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -244,7 +244,7 @@ def _rank(
 
     os.setsid()
     os.environ.update(environment)
-    # The code of a new shape is that of a process which has met no other.
+    # A new shape gets the same code as in a process that has met no other.
     config.automatic_dynamic_shapes = False
     config.recompile_limit = 1000
     gc.freeze()
@@ -282,7 +282,7 @@ def _train(arguments: Sequence[str], folder: Path, logs: bool, began: list[bool]
     from megatron_lowbit.megatron.run.metrics import MetricsWriter
 
     if "--async-save" not in arguments:
-        # Megatron-LM would start the queue's process anew, which imports torch.
+        # Megatron-LM would start another process for the queue, which imports torch.
         filesystem_async.get_write_results_queue("fork")
     # Where quantized parameters are compared with BF16 ones, a CPU keeps --bf16, too.
     cpu._UNSUPPORTED = tuple(row for row in cpu._UNSUPPORTED if row.flag != "--bf16")
@@ -317,13 +317,13 @@ def _describe(error: BaseException, began: bool) -> dict[str, str]:
     if isinstance(error, UserError):
         return {"kind": "failed" if began else "refused", "message": str(error)[:600]}
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f"{os.sep}megatron" in f.filename] or list(frames)
-    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+    inside = [f for f in frames if f"{os.sep}megatron" in f.filename] or list(frames)
+    where = f"{Path(inside[-1].filename).name}:{inside[-1].lineno}"
     text = " ".join(str(error).split())[:400]
     # Megatron-LM and Transformer Engine check some combinations in the first forward pass only.
     packages = (f"{os.sep}{name}{os.sep}" for name in ("megatron", "transformer_engine"))
     checked = isinstance(error, ValueError | NotImplementedError) and (
         any(package in frames[-1].filename for package in packages)
     )
-    kind = "refused" if checked and (frames[-1].line or "").startswith("raise") else "failed"
-    return {"kind": kind, "message": f"{type(error).__name__} ({place}): {text}"}
+    outcome = "refused" if checked and (frames[-1].line or "").startswith("raise") else "failed"
+    return {"kind": outcome, "message": f"{type(error).__name__} ({where}): {text}"}

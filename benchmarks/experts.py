@@ -1,11 +1,11 @@
-"""Experts' linear layers, forward and backward: recipes beside BF16 and Transformer Engine.
+"""Experts' linear layers, forward and backward: recipes, BF16 and Transformer Engine.
 
     python -m benchmarks experts --sweep
 
 All experts of a layer in one call: 16384 tokens of 8 large experts, or 32768 of 128 small ones,
 each with as many tokens as the others, or (``skewed``) the first with half of all and a quarter of
 them with none. "BF16" is torch's grouped GEMM, ``torch._grouped_mm``. Weights are quantized in each
-call, as with one microbatch a step, or were before ("kept"), as in all but the first of several.
+call, as with one microbatch per step, or were before ("kept"), as in all but the first of several.
 The CPU's time of a call is measured apart, and so is the GPU's by kernel, in the order of a call,
 unless there are very many: ``kernels_us`` in the JSON.
 """
@@ -164,13 +164,13 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
         return steps[name]
 
     def row(name: str, laps: list[list[float]]) -> dict:
-        found = timing.phases(laps)
+        times = timing.phases(laps)
         return {
-            **found["both"],
-            "forward_ms": found["forward"]["median_ms"],
-            "backward_ms": found["backward"]["median_ms"],
+            **times["both"],
+            "forward_ms": times["forward"]["median_ms"],
+            "backward_ms": times["backward"]["median_ms"],
             "tflop_per_s": round(
-                6 * size.tokens * size.inputs * size.outputs / found["both"]["median_ms"] / 1e9, 1
+                6 * size.tokens * size.inputs * size.outputs / times["both"]["median_ms"] / 1e9, 1
             ),
             "cpu_ms": round(_cpu_ms(steps[name]), 3),
             "kernels_us": _kernels(steps[name]),
@@ -184,14 +184,14 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
 
 def _cpu_ms(step: Step) -> float:
     """Return the CPU's time of a call that does not wait for the GPU: the least of some turns."""
-    found = []
+    times = []
     for _ in range(3):
         timing.synchronize()
         begin = time.perf_counter()
         for _ in range(CALLS):
             step(lambda: None)
-        found.append(1e3 * (time.perf_counter() - begin) / CALLS)
-    return min(found)
+        times.append(1e3 * (time.perf_counter() - begin) / CALLS)
+    return min(times)
 
 
 def _kernels(step: Step) -> list[tuple[str, float]]:
@@ -217,8 +217,8 @@ def in_order(kernels: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     if each > MOST_KERNELS:
         return []
     return [
-        (places[0][0][:60], round(statistics.median(us for _, us in places), 1))
-        for places in zip(*calls, strict=True)
+        (same[0][0][:60], round(statistics.median(us for _, us in same), 1))
+        for same in zip(*calls, strict=True)
     ]
 
 

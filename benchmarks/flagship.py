@@ -55,8 +55,8 @@ class Case(NamedTuple):
 
 
 def cases(recipes: Sequence[str] = DECLARED["recipes"], tiny: bool = False) -> list[Case]:
-    """Return all cases, those of a model together."""
-    found = []
+    """Return all cases, ordered by model."""
+    made = []
     for name, model in MODELS.items():
         script = model.get("script", OURS)
         # A CPU needs other arguments, which only this project's scripts change.
@@ -64,17 +64,17 @@ def cases(recipes: Sequence[str] = DECLARED["recipes"], tiny: bool = False) -> l
         precisions = [
             (BF16, upstream, ""),
             (OWN_FP8, upstream, f"{DECLARED['blockwise']} {model.get('own_fp8', '')}"),
-            *((Path(one).stem, script, f"--precision-recipe {one}") for one in recipes),
+            *((Path(recipe).stem, script, f"--precision-recipe {recipe}") for recipe in recipes),
         ]
         common = f"{model['tiny' if tiny else 'arguments']} {DECLARED['arguments']}"
         common += DECLARED["all_blocks"]
-        found += [
+        made += [
             Case(name, precision, graphs, script, f"{common} {arguments} {more}")
             for graphs, more in ((False, ""), (True, DECLARED["graphs"]))
             for precision, script, arguments in precisions
             if not graphs or model.get("graphs")
         ]
-    return found
+    return made
 
 
 def words_of(case: Case, iterations: int) -> list[str]:
@@ -120,10 +120,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="tiny models")
     args = parser.parse_args(argv)
     gib = math.inf if args.cpu else min(memory_gib(gpu or 0) for gpu in args.gpus)
-    found = [
-        training_steps.Case(case.name, lambda gpu, case=case: run_case(case, args.iterations, gpu))
+    fitting = {
+        case.name: case
         for case in cases(args.recipes, args.cpu)
         if MODELS[case.model].get("needs_gib", 0) <= gib
-    ]
+    }
+    run = lambda case, gpu: run_case(case, args.iterations, gpu)  # noqa: E731
     titles = {name: model["title"] for name, model in MODELS.items()}
-    run_cases(found, args, 1, args.gpus, models=titles, peak_tflops=PEAK_TFLOPS)
+    run_cases(fitting, run, args, 1, args.gpus, models=titles, peak_tflops=PEAK_TFLOPS)

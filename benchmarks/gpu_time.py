@@ -51,7 +51,7 @@ def kind_of(kernel: str) -> str:
 
 
 def milliseconds(trace: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds a step of each kind of kernel, and in which the GPU is busy.
+    """Return milliseconds per step of each kind of kernel, and of any ("busy").
 
     Args:
         trace: what torch.profiler exports, with times in microseconds.
@@ -60,18 +60,20 @@ def milliseconds(trace: dict[str, Any]) -> dict[str, float]:
         ValueError: the trace has no whole step, or nothing that ran on a GPU.
     """
     kernels, steps = _kernels(trace)
-    sums = Counter({"busy": _union((one["ts"], one["ts"] + one["dur"]) for one in kernels)})
-    for one in kernels:
-        sums[kind_of(one["name"])] += one["dur"]
+    sums = Counter(
+        {"busy": _union((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels)}
+    )
+    for kernel in kernels:
+        sums[kind_of(kernel["name"])] += kernel["dur"]
     return {kind: round(sums[kind] / steps / 1e3, 2) for kind in ("busy", *KINDS, OTHERS)}
 
 
 def longest(trace: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds a step of the kernels that take longest, by the start of their names."""
+    """Return milliseconds per step of the longest kernels, by the start of their names."""
     kernels, steps = _kernels(trace)
     sums: Counter[str] = Counter()
-    for one in kernels:
-        sums[one["name"][:120]] += one["dur"]
+    for kernel in kernels:
+        sums[kernel["name"][:120]] += kernel["dur"]
     return {name: round(sum_ / steps / 1e3, 2) for name, sum_ in sums.most_common(LONGEST)}
 
 
@@ -117,10 +119,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = training_steps.cases_parser(__doc__, seconds=1e9, only=True)
     parser.add_argument("--gpu", type=int, metavar="N", help="number of the GPU (default: first)")
     args = parser.parse_args(argv)
-    found = [
-        training_steps.Case(case.name, lambda gpu, case=case: profile(case, gpu))
-        for case in cases()
-    ]
-    rows = run_cases(found, args, 1, [args.gpu])
+    rows = run_cases({case.name: case for case in cases()}, profile, args, 1, [args.gpu])
     columns = {kind: f"milliseconds.{kind}" for kind in ("busy", *KINDS, OTHERS)}
     Console(width=150).print(table(rows, "GPU time of a step, ms", columns, name="case"))

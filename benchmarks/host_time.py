@@ -3,9 +3,9 @@
     python -m benchmarks host_time
 
 512 tokens, 512 -> 512 features: kernels end sooner than the CPU launches them, and no operand is
-padded. Contenders are those
-of ``linear.py``, in turns; the calls of a turn follow each other without a synchronization, so that
-no time on the GPU is counted. Weights are quantized in each call, as with one microbatch a step.
+padded. Contenders are those of ``linear.py``, in turns; the calls of a turn follow each other
+without a synchronization, so that no time on the GPU is counted. Weights are quantized in each
+call, as with one microbatch per step.
 """
 
 import statistics
@@ -37,10 +37,10 @@ def run(names: Sequence[str], turns: int = TURNS) -> list[dict]:
 
     steps, refused = timing.build({name: partial(builder, name) for name in names})
     times = timing.in_turns({name: partial(_microseconds, s) for name, s in steps.items()}, turns)
-    medians = {name: statistics.median(found) for name, found in times.items()}
+    medians = {name: statistics.median(microseconds) for name, microseconds in times.items()}
     rows = []
-    for name, found in times.items():
-        row = {"median_us": round(medians[name], 1), "fastest_us": round(min(found), 1)}
+    for name, microseconds in times.items():
+        row = {"median_us": round(medians[name], 1), "fastest_us": round(min(microseconds), 1)}
         ratios = {key: medians[name] / medians[p] for key, p in PEERS.items() if p in medians}
         ratios = {key: round(ratio, 2) for key, ratio in ratios.items()}
         rows.append({"contender": name, **row, **ratios})

@@ -66,7 +66,7 @@ class Built(NamedTuple):
 class Contender(NamedTuple):
     """Function that makes a layer, and the recipe that its bound is counted for (None: no bound).
 
-    What takes ``long``, to compile or to run, is measured at the default size alone.
+    What takes ``long``, to compile or to run, is measured only at the default size.
     """
 
     make: Callable[[Size], Built]
@@ -190,7 +190,7 @@ def gemm_kinds(precision: LinearPrecision) -> dict[str, str]:
 
 
 def _kept_bytes(quantizer: Quantizer) -> float:
-    """Return the bytes an element that are kept until backward."""
+    """Return the bytes per element that are kept until backward."""
     format = quantizer.format
     return (format.element.bits + format.scale_bits / (format.block * format.block_rows)) / 8
 
@@ -203,8 +203,8 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
     scales not counted.
     """
     delayed = precision.history_length > 0
-    kinds = gemm_kinds(precision)
-    forms = {gemm: 2 if kind == "bf16" else 1 for gemm, kind in kinds.items()}
+    routes = gemm_kinds(precision)
+    forms = {gemm: 2 if route == "bf16" else 1 for gemm, route in routes.items()}
     elements = {
         "input": size.tokens * size.inputs,
         "weight": size.inputs * size.outputs,
@@ -213,19 +213,19 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
     quantizers = {(gemm, role): q for gemm, role, q in precision.operands() if q is not None}
 
     def source(role: str, *gemms: str) -> float:
-        found = [(gemm, quantizers[gemm, role]) for gemm in gemms if (gemm, role) in quantizers]
+        sources = [(gemm, quantizers[gemm, role]) for gemm in gemms if (gemm, role) in quantizers]
         amaxes = (
             q.format.row_scaled
             or (q.format.tensor_scaled and not delayed)
             or (
                 q.format.folds
-                and kinds[gemm] == "fp8 per tensor"
+                and routes[gemm] == "fp8 per tensor"
                 # Four bits are kept, and folded in backward by what their scales say.
                 and not ((gemm, role) == ("wgrad", "input") and q.format.element.bits == 4)
             )
-            for gemm, q in found
+            for gemm, q in sources
         )
-        passes = bool(found) + any(amaxes)
+        passes = bool(sources) + any(amaxes)
         return 2 * passes * elements[role]
 
     def written(gemm: str, role: str) -> float:
@@ -253,8 +253,8 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
 
 def bound(precision: LinearPrecision, size: Size, limits: Ceilings) -> dict[str, float] | None:
     """Return least times in ms by FLOPs and bytes; None where the device lacks a GEMM."""
-    kinds = gemm_kinds(precision)
-    seconds = {gemm: limits.seconds(size.flops, kind) for gemm, kind in kinds.items()}
+    routes = gemm_kinds(precision)
+    seconds = {gemm: limits.seconds(size.flops, route) for gemm, route in routes.items()}
     if None in seconds.values():
         return None
     moved = [count / limits.copy for count in quantization_bytes(precision, size)]

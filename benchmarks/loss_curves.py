@@ -81,10 +81,10 @@ def gaps(runs: list[dict], interval: int) -> Table:
     table = Table(*headings, title=f"last {WINDOW} iterations")
     last = {(r["recipe"], r["seed"]): windows(r["losses"], interval)[-1] for r in runs}
     for recipe in dict.fromkeys(run["recipe"] for run in runs):
-        found = {seed: loss for (name, seed), loss in last.items() if name == recipe}
+        by_seed = {seed: loss for (name, seed), loss in last.items() if name == recipe}
         ratios = [
             100 * (loss / last["bf16", seed] - 1)
-            for seed, loss in found.items()
+            for seed, loss in by_seed.items()
             if ("bf16", seed) in last
         ]
         gap = error = ""
@@ -92,7 +92,7 @@ def gaps(runs: list[dict], interval: int) -> Table:
             gap = f"{statistics.fmean(ratios):+.2f}"
             error = f"{statistics.stdev(ratios) / len(ratios) ** 0.5:.2f}"
         table.add_row(
-            recipe, str(len(found)), f"{statistics.fmean(found.values()):.4f}", gap, error
+            recipe, str(len(by_seed)), f"{statistics.fmean(by_seed.values()):.4f}", gap, error
         )
     return table
 

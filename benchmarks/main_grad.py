@@ -3,7 +3,7 @@
     python -m benchmarks main_grad --sweep
 
 Products of dY's transpose (N, tokens) and X's transpose (K, tokens) in BF16 and in FP8 with a scale
-a tensor: written in BF16, written in FP32, added to FP32, and added to zeros that a scalar in
+per tensor: written in BF16, written in FP32, added to FP32, and added to zeros that a scalar in
 device memory tells the GEMM not to read. The layers are Llama-3-8B's. An element of the product
 moves 2 bytes if it is written in BF16, 4 in FP32, and 8 if it is added. The bound is the product's
 FLOPs at the rate of a large GEMM, or those bytes at the rate of a copy if they take longer.

@@ -59,19 +59,19 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         return steps_of(case, args, [])
     half = args.iterations // 2
     with tempfile.TemporaryDirectory() as folder:
-        whole, parts = Path(folder, "whole"), Path(folder, "parts")
-        first = steps_of(case, args, _checkpoints(whole, half))
+        unbroken, parts = Path(folder, "whole"), Path(folder, "parts")
+        first = steps_of(case, args, _checkpoints(unbroken, half))
         if "error" in first:
             return first
         iteration = f"iter_{half:07d}"
-        shutil.copytree(whole / iteration, parts / iteration)
+        shutil.copytree(unbroken / iteration, parts / iteration)
         (parts / "latest_checkpointed_iteration.txt").write_text(str(half))
         second = steps_of(case, args, _checkpoints(parts, 1000))
         if "error" in second:
             return second
         # Not from the console, where the second line after a start is the mean of two steps.
         losses = [
-            {x["iteration"]: x["lm_loss"] for x in read_metrics(run)} for run in (whole, parts)
+            {x["iteration"]: x["lm_loss"] for x in read_metrics(run)} for run in (unbroken, parts)
         ]
     after = [i for i in losses[0] if i > half]
     gaps = [abs(losses[0][i] - losses[1].get(i, math.inf)) for i in after]
@@ -98,7 +98,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--iterations", type=int, default=26)
     args = parser.parse_args(argv)
-    found = [
-        training_steps.Case(case.name, lambda _, case=case: run_case(case, args)) for case in CASES
-    ]
-    run_cases(found, args, args.gpus, model=MODEL)
+    cases = {case.name: case for case in CASES}
+    run_cases(cases, lambda case, _: run_case(case, args), args, args.gpus, model=MODEL)

@@ -3,7 +3,7 @@
     python -m benchmarks model
 
 Four layers of Llama-3-8B, vocabulary 32000, 4 sequences of 4096 random tokens; no optimizer. Each
-step quantizes the weights anew and adds gradients to FP32 main gradients: Transformer Engine's
+step quantizes the weights again and adds gradients to FP32 main gradients: Transformer Engine's
 layers inside their GEMMs, as Megatron-LM has them do, all others by a hook. Recipes quantize all
 four layers. A process for each contender, one after another, so that memory is its own; they import
 side by side. The bound counts FLOPs only: of the blocks' linear layers at the rates measured for
@@ -12,7 +12,6 @@ their operand formats, of attention and the output layer at BF16's.
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -28,17 +27,10 @@ from torch import nn
 from benchmarks import records, runner, timing
 from benchmarks.linear import RECIPES, SQUARE_INPUT, gemm_kinds, middle_precision
 from benchmarks.timing import Ceilings
+from benchmarks.training_steps import cases_file
 
-MODEL = shlex.split("""
-    --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm
-    --disable-bias-linear --position-embedding-type rope --rotary-base 500000
-    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
-    --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4
-    --bf16 --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader
-    --train-iters 1 --eval-interval 1 --lr 1e-4 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 31999
-""")
+DECLARED = cases_file("model")
+MODEL = DECLARED["model"].split()
 VOCABULARY = 32000
 SECONDS = 2.0  # of measured steps
 PATIENCE_S = 240
@@ -51,20 +43,8 @@ class Contender(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-LOCAL = (
-    "--transformer-impl", "local", "--no-rope-fusion", "--no-masked-softmax-fusion",
-    "--no-persist-layer-norm",
-)  # fmt: skip
-IN_TE = ("--transformer-impl", "transformer_engine")
-EVERY_BLOCK = "--recipe-set bf16_blocks=none"
-OWN_RECIPES = {
-    "fp8-tile": "", "mxfp8": "", "mxfp4-backward": "", "nvfp4": EVERY_BLOCK,
-    "nvfp4-fold": EVERY_BLOCK, "nvfp4-4over6": EVERY_BLOCK, "nvfp4-ue5m3": "", "quartet2": "",
-    "torchao-v2": "", "averis": "",
-    # The last fifth of torchao-v2-late-bf16, and of nvfp4-late-bf16.
-    "torchao-v2 fprop=null": "--recipe-set fprop=null",
-    "nvfp4 fprop=null": f"{EVERY_BLOCK} --recipe-set fprop=null",
-}  # fmt: skip
+LOCAL, IN_TE = (tuple(DECLARED[layers].split()) for layers in ("local", "te"))
+OWN_RECIPES: dict[str, str] = DECLARED["recipes"]
 """Settings by the recipe's name, which settings of the bound may follow."""
 
 
@@ -248,9 +228,9 @@ def _finish(name: str, worker: subprocess.Popen, limits: Ceilings) -> dict:
 
 
 def _bound(recipe: str, row: dict, limits: Ceilings) -> float | None:
-    kinds = gemm_kinds(middle_precision(recipe)).values()
+    routes = gemm_kinds(middle_precision(recipe)).values()
     share = (row["flops"] - row["flops_outside"]) / 3
-    seconds = [limits.seconds(share, kind) for kind in kinds]
+    seconds = [limits.seconds(share, route) for route in routes]
     if None in seconds:
         return None
     return sum(seconds) + row["flops_outside"] / limits.gemms["bf16"]

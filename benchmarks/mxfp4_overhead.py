@@ -2,7 +2,7 @@
 
     python benchmarks/mxfp4_overhead.py --sweep    a layer of Llama-2-7B, one of Llama-2-70B
 
-``mxfp4-backward`` with both, without either and without both, beside a BF16 backward pass. The
+``mxfp4-backward`` with both, without either and without both, and a BF16 backward pass. The
 overhead of a technique is the time that the backward pass with both takes longer than without it,
 as a share of the time without it. "Training LLMs with MXFP4" (arXiv 2502.20586, section 4.2) has
 for the transform 9.7% of an FP8 GEMM of a 7B model's size and 1.6% of a 70B model's, on an H100;
@@ -10,7 +10,7 @@ for stochastic rounding less than 2% of a BF16 GEMM, on a Trainium that has it i
 
 The counted overhead assumes that neither technique moves a byte more than quantization does, and
 that its operations add to the time: of the transform, one product and log2(64) sums in FP32 an
-element; of rounding, a quarter of a block of Philox4x32-10 an element, ten rounds of some eight
+element; of rounding, a quarter of a block of Philox4x32-10 per element, ten rounds of some eight
 32-bit integer operations for four elements. The rates are an H100 SXM's by its data sheet. What is
 hidden behind memory accesses costs less.
 """
@@ -74,9 +74,9 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     }
     if (least := bound(middle_precision(_BOTH), size, limits)) is not None:
         counted = counted_ms(size)
-        whole = least["backward"] + sum(counted.values())
+        total = least["backward"] + sum(counted.values())
         both["counted_overhead"] = {
-            technique: round(time / (whole - time), 4) for technique, time in counted.items()
+            technique: round(time / (total - time), 4) for technique, time in counted.items()
         }
     return rows
 

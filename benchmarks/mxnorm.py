@@ -1,17 +1,17 @@
-"""MXNorm and the cast against RMSNorm and the cast: the kernels alone, and layers of Llama-3-8B.
+"""MXNorm and the cast against RMSNorm and the cast: kernels, and layers of Llama-3-8B.
 
     python -m benchmarks mxnorm              measure, write the JSON, print its means
     python -m benchmarks mxnorm --summary    print the means of a JSON, draw its picture
 
 As in appendix H of "MXNorm" (arXiv 2603.13180), on its grid: tokens 2**12 to 2**16; hidden sizes
 2**10 to 2**14 and three between each two; blocks of 16, 32 and 64; E4M3 and E2M1 elements with E8M0
-scales, NVFP4 beside them. Gains are in the weights, as MXNorm has them, so that neither kernel
+scales, and NVFP4. Gains are in the weights, as MXNorm has them, so that neither kernel
 multiplies by them. Both are this project's one kernel (``kernels/norm.py``) and differ in the
-statistic alone; the same by torch.compile from the reference's cast at powers of two. Backward: the
+statistic only; the same by torch.compile from the reference's cast at powers of two. Backward: the
 norm's own gradient, by one kernel (``kernels/norm.py``), by torch's operations one after
 another, and by torch.compile, each in a CUDA graph, with the time that its bytes take at a copy's
 rate. Layers: forward without gradients, 4 or 8 sequences, quantized weights cached, as within a
-step. A file that is there keeps the cases that are not measured anew.
+step. A file that is there keeps the cases that are not measured again.
 """
 
 import math
@@ -149,7 +149,7 @@ def gradients(hidden: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tenso
 
 
 def backward_rows(tokens: int, hidden: int, limits: Ceilings) -> list[dict]:
-    """Time the norm's backward pass, beside its bytes at a copy's rate."""
+    """Time the norm's backward pass, and count its bytes at a copy's rate."""
     grad, x = torch.randn(2, tokens, hidden, dtype=torch.bfloat16, device=timing.device()).unbind()
     rho = torch.rand(tokens, 1, device=x.device) + 0.5
     moved = grad.nbytes + 2 * x.nbytes + rho.nbytes
@@ -241,12 +241,12 @@ def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Ite
 def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -> dict:
     """Return how many times as fast as ``base`` a contender is, by cell."""
     keys = ("batch", "tokens") if part == "layer" else ("hidden", "tokens")
-    found: dict[tuple, dict[str, float]] = {}
+    cells: dict[tuple, dict[str, float]] = {}
     for row in rows:
         if (row["part"], row["case"]) == (part, case) and "refused" not in row:
-            cell = found.setdefault(tuple(row[key] for key in keys), {})
+            cell = cells.setdefault(tuple(row[key] for key in keys), {})
             cell[row["contender"]] = row["median_ms"]
-    both = {cell: times for cell, times in found.items() if {name, base} <= times.keys()}
+    both = {cell: times for cell, times in cells.items() if {name, base} <= times.keys()}
     return {cell: times[base] / times[name] for cell, times in both.items()}
 
 
@@ -262,9 +262,9 @@ def summary(rows: Sequence[dict]) -> Table:
     shown = Table("", "over", "cells", "geometric mean", "least", "largest", "of a copy")
     for part, case in dict.fromkeys((row["part"], row["case"]) for row in rows):
         for name, base in PAIRS:
-            if not (found := speedups(rows, part, case, name, base)):
+            if not (ratios := speedups(rows, part, case, name, base)):
                 continue
-            values = list(found.values())
+            values = list(ratios.values())
             largest = (part, case, name, 4096, TOKENS[-1])
             keys = ("part", "case", "contender", "hidden", "tokens")
             rates = [row["of_copy"] for row in rows
@@ -282,8 +282,8 @@ def draw(rows: Sequence[dict], file: Path) -> None:
     figure = Figure(figsize=(13, 6), layout="constrained")
     grid = figure.subplots(2, 3, sharex=True, sharey=True)
     for axes, case in zip(grid.flat, CASES, strict=True):
-        found = speedups(rows, "kernel", case, "MXNorm", "RMSNorm")
-        values = [[found.get((h, t), math.nan) for h in HIDDEN] for t in TOKENS]
+        ratios = speedups(rows, "kernel", case, "MXNorm", "RMSNorm")
+        values = [[ratios.get((h, t), math.nan) for h in HIDDEN] for t in TOKENS]
         image = axes.imshow(values, origin="lower", aspect="auto", cmap="RdBu", vmin=0.6, vmax=1.4)
         axes.set_title(case)
         axes.set_xticks(range(len(HIDDEN)), map(str, HIDDEN), rotation=90)

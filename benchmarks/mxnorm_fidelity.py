@@ -29,9 +29,9 @@ QUANTIZE = Quantizer(format_by_name("mxfp8-e4m3", scale_rounding="rceil"))
 
 def fidelity(blocks: int, p: float) -> dict[str, float]:
     """Return r2 of both kinds, over rows of so many blocks."""
-    draws = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     columns = BLOCK * blocks
-    x = torch.randn(ELEMENTS // columns, columns, generator=draws)
+    x = torch.randn(ELEMENTS // columns, columns, generator=generator)
     exact = (x.double() / x.double().square().mean(-1, keepdim=True).sqrt()).float()
     seen = MXNorm(p=p, eps=0).normalize(x, BLOCK)
     quantized = [QUANTIZE(values).dequantize() for values in (seen, exact)]
@@ -48,11 +48,11 @@ def draw(rows: list[dict]) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for p, marker in ((2, "o"), (1, "x")):
-        for kind, style in (("before the cast", "-"), ("dequantized", "--")):
+        for moment, style in (("before the cast", "-"), ("dequantized", "--")):
             mine = [row for row in rows if row["p"] == p]
             axes.plot(
-                [row["blocks"] for row in mine], [1 - row[kind] for row in mine],
-                marker=marker, linestyle=style, label=f"p = {p}, {kind}",
+                [row["blocks"] for row in mine], [1 - row[moment] for row in mine],
+                marker=marker, linestyle=style, label=f"p = {p}, {moment}",
             )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="blocks of 32 in a row", ylabel="1 - r²")
     axes.set_xticks(BLOCKS, map(str, BLOCKS))
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [{"blocks": n, "p": p} | fidelity(n, p) for p in (2, 1) for n in BLOCKS]
     shown = Table("p", "blocks", "r2 before the cast", "r2 dequantized")
     for row in rows:
-        values = (f"{row[kind]:.5f}" for kind in ("before the cast", "dequantized"))
+        values = (f"{row[moment]:.5f}" for moment in ("before the cast", "dequantized"))
         shown.add_row(str(row["p"]), str(row["blocks"]), *values)
     console.print(shown)
     head = {"block": BLOCK, "elements": ELEMENTS, "seed": SEED}

@@ -25,8 +25,9 @@ import torch
 
 from benchmarks import records
 from benchmarks.compose import Composer, Results
-from benchmarks.compose_features import FLIPS, LARGE_FLIPS, OTHER, SUMS, WHOLE, Bounds
+from benchmarks.compose_features import BOUNDS, Bounds
 from benchmarks.compose_runs import start_server
+from benchmarks.records import short
 from benchmarks.training_steps import cases_file
 
 START_ITERATIONS = 2
@@ -69,27 +70,19 @@ LAYOUTS = {name: Layout(*layout) for name, layout in DECLARED["layouts"].items()
 
 
 class Recipe(NamedTuple):
-    """Its arguments, and the bounds of each kind of layout."""
+    """Its arguments, and the name of the bounds of each kind of layout."""
 
     options: str
-    whole: Bounds = WHOLE
-    split: Bounds = FLIPS
-    spread: Bounds = OTHER
+    whole: str = "whole"
+    split: str = "flips"
+    spread: str = "spread"
+
+    def bounds(self, kind: str) -> Bounds:
+        """Return the largest differences of a kind of layout that count as parity."""
+        return BOUNDS[getattr(self, kind)]
 
 
-NVFP4 = "--precision-recipe nvfp4 --recipe-set bf16_blocks=none"
-GROUP = "--recipe-set tensor_scale=group"
-# A short history, so that scales come from it before the run ends.
-DELAYED = f"--precision-recipe fp8-delayed --recipe-set amax_history.length=1 {GROUP}"
-RECIPES = {
-    "bf16": Recipe("--precision-recipe bf16", SUMS, SUMS, SUMS),
-    "nvfp4-group": Recipe(f"{NVFP4} {GROUP}", split=LARGE_FLIPS),
-    # Other tensor scales: another draw of the noise that moves this norm by 2% from bf16's.
-    "nvfp4-shard": Recipe(NVFP4, split=Bounds(2e-3, 5e-2)),
-    "mxfp4-backward": Recipe("--precision-recipe mxfp4-backward"),
-    "fp8-tile": Recipe("--precision-recipe fp8-tile"),
-    "fp8-delayed": Recipe(DELAYED, split=LARGE_FLIPS),
-}
+RECIPES = {name: Recipe(**declared) for name, declared in DECLARED["recipes"].items()}
 
 
 class Run(NamedTuple):
@@ -152,7 +145,7 @@ class Run(NamedTuple):
 
     def bounds(self) -> Bounds:
         """Return the largest differences from its reference that count as parity."""
-        return getattr(self.options, self.made.kind)
+        return self.options.bounds(self.made.kind)
 
     def arguments(self, recipe_file: Path) -> list[str]:
         """Return its command line, but for its length and folders."""
@@ -201,27 +194,22 @@ def table(cells: Sequence[Mapping], layouts: Mapping[str, Layout], part: str = "
     """
     recipes = list(dict.fromkeys(cell["recipe"] for cell in cells))
     shown = {(cell["layout"], cell["recipe"]): _difference(cell, part) for cell in cells}
-    lines = ["| layout | processes | " + " | ".join(f"`{name}`" for name in recipes) + " |"]
-    lines.append("| --- " * (len(recipes) + 2) + "|")
+    lines = []
     for name in dict.fromkeys(layout for layout, _ in shown):
         row = [shown.get((name, recipe)) for recipe in recipes]
         if all(row):
-            processes = str(layouts[name].processes if name in layouts else 1)
-            lines.append(f"| {' | '.join((name, processes, *map(_short, row)))} |")
-    for kind in () if part else ("whole", "split", "spread"):
-        bounds = [_short(getattr(RECIPES[name], kind)) for name in recipes]
-        lines.append(f"| bounds, {kind} | | {' | '.join(bounds)} |")
-    return "\n".join(lines)
+            processes = layouts[name].processes if name in layouts else 1
+            lines.append([name, processes, *(short(*pair) for pair in row)])
+    for effect in () if part else ("whole", "split", "spread"):
+        bounds = (short(*RECIPES[name].bounds(effect)) for name in recipes)
+        lines.append([f"bounds, {effect} |", *bounds])  # of any number of processes
+    return records.markdown(["layout", "processes", *(f"`{name}`" for name in recipes)], lines)
 
 
 def _difference(cell: Mapping[str, Any], part: str) -> Sequence[float] | None:
     if part or "loss" not in cell:  # earlier versions had the pair as "difference"
         return cell.get(part or "difference")
     return cell["loss"], cell["norm"]
-
-
-def _short(pair: Sequence[float]) -> str:
-    return " / ".join("0" if x == 0 else f"{x:.0e}".replace("e-0", "e-") for x in pair)
 
 
 def compare(cells: Sequence[dict], file: Path) -> dict:
@@ -234,7 +222,7 @@ def compare(cells: Sequence[dict], file: Path) -> dict:
             if len(there) != len(here):
                 sys.exit(f"error: --against {file}: {len(there)} iterations a run there")
             losses = zip(here, there, strict=True)
-            loss = max(abs(own[0] - its[0]) / abs(its[0]) for own, its in losses)
+            loss = max(abs(ours[0] - its[0]) / abs(its[0]) for ours, its in losses)
             cell["against"] = Bounds(loss, abs(here[0][1] - there[0][1]) / there[0][1])
     return other["machine"]
 

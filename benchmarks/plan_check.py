@@ -3,15 +3,14 @@
     python -m benchmarks plan_check --output benchmarks/results/plan_check-4xh200.json
     python docs/generate/planning.py
 
-Started once on a host with 1, 2 or 4 GPUs: cases of cases/plan_check.yaml run beside one another on
+Started once on a host with 1, 2 or 4 GPUs: cases of cases/plan_check.yaml run in parallel on
 different GPUs; those that need more GPUs than there are wait for another host. Tokens are random
 (--mock-data). Other arguments go to the training script. The file is written after every case;
-cases that it, or another plan_check-*.json of the same Megatron-LM beside it, holds already are not
-repeated. Without a GPU tiny twins of the models run on the CPU, to try the script out. The second
-command writes what was measured into docs/planning.md.
+cases that it, or another plan_check-*.json of the same Megatron-LM in its folder, holds already are
+not repeated. Without a GPU tiny twins of the models run on the CPU, to try the script out. The
+second command writes what was measured into docs/planning.md.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -74,16 +73,16 @@ def cases(tiny: bool) -> list[Case]:
 
 
 def _case(model: str, recipe: str, layout: str, tiny: bool) -> Case:
-    case, kind = Case(model, recipe, layout, []), layout[:2]
+    case, dimension = Case(model, recipe, layout, []), layout[:2]
     words = DECLARED["tiny" if tiny else "models"][model].split()
     words[0] = f"@examples/{words[0][1:]}.args"
     words += DECLARED["recipes"][recipe].split() + DECLARED["layouts"][layout].split()
     # As many microbatches as pipeline stages need to overlap.
-    microbatches = (case.gpus if kind == "DP" else 1) * (4 if kind == "PP" else 2)
+    microbatches = (case.gpus if dimension == "DP" else 1) * (4 if dimension == "PP" else 2)
     has_size = "--micro-batch-size" in words
     size = int(words[words.index("--micro-batch-size") + 1]) if has_size else 1
     if not tiny:  # padded to the same vocabulary in every layout
-        split = case.gpus if kind == "TP" else 1
+        split = case.gpus if dimension == "TP" else 1
         words += ["--make-vocab-size-divisible-by", str(VOCABULARY // split)]
     words += ["--micro-batch-size", str(size), "--global-batch-size", str(size * microbatches)]
     return case._replace(arguments=[*words, *DECLARED["arguments"].split()])
@@ -102,32 +101,28 @@ def run_case(case: Case, devices: str | None, more: Sequence[str]) -> dict:
 
 
 def held_by_others(output: Path) -> set[str]:
-    """Return the cases that this Megatron-LM ran on other machines, in files beside the output."""
+    """Return the cases of this Megatron-LM in other machines' files of the output's folder."""
     files = set(output.parent.glob("plan_check-*.json")) - {output}
-    found = [json.loads(file.read_text()) for file in sorted(files)]
-    current = [x for x in found if x["machine"]["megatron_core"] == version("megatron-core")]
+    records = [json.loads(file.read_text()) for file in sorted(files)]
+    current = [x for x in records if x["machine"]["megatron_core"] == version("megatron-core")]
     return {name_of(row) for data in current for row in data["rows"] if ended_well(row)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what the output lacks."""
+    """Run what the file and its neighbours lack, with other arguments for training."""
     parser = training_steps.cases_parser(__doc__, seconds=200)
     parser.add_argument("--gpus", type=int, help="largest number of GPUs to use (default: all)")
     args, more = parser.parse_known_args(argv)
-    measure(args, more)
-
-
-def measure(args: argparse.Namespace, more: Sequence[str]) -> None:
-    """Run what the file and its neighbours lack, with ``more`` arguments of training."""
     cuda = torch.cuda.is_available()
     number = torch.cuda.device_count() if cuda else 2
     number = min(number, args.gpus or number)
     held = held_by_others(args.output)
-    found = [
-        training_steps.Case(
-            case.name, lambda devices, case=case: run_case(case, devices, more), case.gpus
-        )
+    lacking = {
+        case.name: case
         for case in cases(tiny=not cuda)
         if case.gpus <= number and case.name not in held
-    ]
-    run_cases(found, args, number, list(map(str, range(number))), name_of)
+    }
+    run_cases(
+        lacking, lambda case, devices: run_case(case, devices, more), args, number,
+        list(map(str, range(number))), name_of, lambda case: case.gpus,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Quantization alone: a BF16 matrix into the operands of its GEMMs, by recipe and by the peers.
+"""Quantization: a BF16 matrix into the operands of its GEMMs, by recipe and by the peers.
 
     python -m benchmarks quantize            16384 x 14336, a gradient's size
     python -m benchmarks quantize --sweep    four more sizes, one of them ragged
@@ -45,7 +45,7 @@ _USES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad": ("dg
 class Contender(NamedTuple):
     """Function that makes a quantizer for a matrix, and a description of its result.
 
-    ``amax_passes`` are reads of the input beside the one that quantizes.
+    ``amax_passes`` are reads of the input other than the one that quantizes.
     """
 
     make: Callable[[Tensor], Callable[[], Any]]

@@ -3,11 +3,12 @@
 import argparse
 import ctypes
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ _PACKAGES = ("triton", "transformer-engine", "torchao", "megatron-core")
 def description(**more: str | int) -> dict[str, str | int]:
     """Return the machine, the versions of everything that takes part, commit and command."""
     versions = {package.replace("-", "_"): _version(package) for package in _PACKAGES}
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
     return machine(
         driver=_driver(), **versions, cublaslt=_cublaslt(),
-        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]), **more,
+        command=shlex.join([*launcher, "-m", "benchmarks", *sys.argv[1:]]), **more,
     )  # fmt: skip
 
 
@@ -81,11 +84,14 @@ def read(file: Path, key: str = "rows") -> list[dict[str, Any]]:
     return json.loads(file.read_text()).get(key, []) if file.is_file() else []
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a benchmark's parser; its help is the module's docstring."""
-    return argparse.ArgumentParser(
+def parser(description: str | None, **defaults: Path) -> argparse.ArgumentParser:
+    """Return a parser whose help is the module's docstring, with an option for each path."""
+    made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for name, path in defaults.items():
+        made.add_argument(f"--{name}", type=Path, default=path, help="default: %(default)s")
+    return made
 
 
 def gpu_slug() -> str:
@@ -100,6 +106,26 @@ def add_output(parser: argparse.ArgumentParser, benchmark: str) -> None:
         "--output", type=Path, metavar="FILE.json",
         default=RESULTS / f"{benchmark}-{gpu_slug()}.json", help="default: %(default)s",
     )  # fmt: skip
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table; None is an empty cell."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        digits = 0 if value >= 100 or value == 0 else 2 if value >= 0.01 else 4
+        return f"{value:.{digits}f}"
+    return str(value)
+
+
+def short(*differences: float) -> str:
+    """Return relative differences as pages show them, such as 1e-4 / 0."""
+    return " / ".join("0" if x == 0 else f"{x:.0e}".replace("e-0", "e-") for x in differences)
 
 
 def value_at(row: Mapping, path: str) -> Any:

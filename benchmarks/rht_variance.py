@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of outliers; the picture shows the first",
     )  # fmt: skip
     add("--pairs", type=int, default=4096, help="number of pairs of vectors (default: 4096)")
-    add("--draws", type=int, default=4, help="roundings a pair (default: 4)")
+    add("--draws", type=int, default=4, help="roundings per pair (default: 4)")
     add("--seed", type=int, default=1234)
     add("--threads", type=int, default=1, help="number of torch's threads (default: 1)")
     add("--output", type=Path, default=RESULT, metavar="FILE.json")

@@ -54,8 +54,8 @@ def add_ratios(rows: Iterable[Row], key: str, base: str, *of: str) -> None:
     rows = [row for row in rows if "refused" not in row]
     other = next((row for row in rows if row["contender"] == base), None)
     for row in rows if other is not None else ():
-        found = {path: round(_ms(other, path) / _ms(row, path), 3) for path in of}
-        row[key] = found if len(of) > 1 else found[of[0]]
+        ratios = {path: round(_ms(other, path) / _ms(row, path), 3) for path in of}
+        row[key] = ratios if len(of) > 1 else ratios[of[0]]
 
 
 def _ms(row: Row, path: str) -> float:

@@ -68,7 +68,7 @@ def _mixer(size: Size) -> Mixer:
 
 
 def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
-    """Return a row for each scan: times, tokens a second, errors; or why it refuses."""
+    """Return a row for each scan: times, tokens/s, errors; or why it refuses."""
     mixer, inner = _mixer(size), size.heads * size.head_dim
     width = 2 * inner + 2 * size.groups * size.states + size.heads
     shape = (size.batch, size.tokens)
@@ -77,10 +77,10 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     exact = _results(mixer, x.float(), grad.float(), torch_scan, size)
 
     def row(name: str, laps: list[list[float]]) -> dict:
-        found = _results(mixer, x, grad, SCANS[name], size)
+        results = _results(mixer, x, grad, SCANS[name], size)
         errors = [
-            round(float((one.float() - other).abs().max() / other.abs().max()), 5)
-            for one, other in zip(found, exact, strict=True)
+            round(float((result.float() - other).abs().max() / other.abs().max()), 5)
+            for result, other in zip(results, exact, strict=True)
         ]
         times = timing.phases(laps)
         rate = round(size.batch * size.tokens / times["both"]["median_ms"] * 1e3)

@@ -57,15 +57,15 @@ def layer(name: str, shape: Shape) -> Call:
 
 def milliseconds(call: Call) -> float:
     """Return the median time of a call, of turns of several in a row."""
-    found = []
+    times = []
     for _ in range(TURNS + 1):
         timing.synchronize()
         begin = time.perf_counter()
         for _ in range(CALLS):
             call()
         timing.synchronize()
-        found.append(1e3 * (time.perf_counter() - begin) / CALLS)
-    return statistics.median(found[1:])
+        times.append(1e3 * (time.perf_counter() - begin) / CALLS)
+    return statistics.median(times[1:])
 
 
 def run(shape: Shape, names: Sequence[str]) -> list[dict]:
@@ -92,10 +92,10 @@ def table(rows: Sequence[dict]) -> Table:
     names = list(dict.fromkeys(row["contender"] for row in rows))
     shown = Table("width", "tokens", *names, title="as fast as BF16 without / with CUDA graphs")
     for shape in dict.fromkeys((row["width"], row["tokens"]) for row in rows):
-        found = [row for row in rows if (row["width"], row["tokens"]) == shape]
+        measured = [row for row in rows if (row["width"], row["tokens"]) == shape]
         cells = [
             f"{row.get('as_fast_as_bf16_ms', '')} / {row.get('as_fast_as_bf16_graph_ms', '')}"
-            for row in found
+            for row in measured
         ]
         shown.add_row(*map(str, shape), *cells)
     return shown

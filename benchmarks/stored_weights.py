@@ -79,7 +79,7 @@ class Watch:
         self._forward = torch.cuda.memory_allocated()
 
 
-def count_received(found: Counter[str]) -> None:
+def count_received(counts: Counter[str]) -> None:
     """Count the bytes of parameters that this rank receives from now on.
 
     Those are Megatron-LM's gathers, and the broadcasts of stored weights.
@@ -91,12 +91,14 @@ def count_received(found: Counter[str]) -> None:
     def counted_broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         source = kwargs.get("group_src")
         if source is not None and source != dist.get_rank(kwargs["group"]):
-            found["received"] += tensor.nbytes
+            counts["received"] += tensor.nbytes
         return broadcast(tensor, *args, **kwargs)
 
-    def counted_gather(whole: torch.Tensor, own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found["received"] += whole.nbytes - own.nbytes
-        return gather(whole, own, *args, **kwargs)
+    def counted_gather(
+        gathered: torch.Tensor, shard: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        counts["received"] += gathered.nbytes - shard.nbytes
+        return gather(gathered, shard, *args, **kwargs)
 
     dist.broadcast = counted_broadcast
     param_and_grad_buffer.dist_all_gather_func = counted_gather
@@ -161,30 +163,27 @@ def name_of(row: Mapping[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Measure the rows; the file is written after each."""
     words = sys.argv[1:] if argv is None else argv
-    place = words.index("--") if "--" in words else len(words)
-    own, more = words[:place], words[place + 1 :]
-    if own[:1] == ["--rank-in"]:
-        train_rank(Path(own[1]), more)
+    end = words.index("--") if "--" in words else len(words)
+    ours, more = words[:end], words[end + 1 :]
+    if ours[:1] == ["--rank-in"]:
+        train_rank(Path(ours[1]), more)
         return
     parser = training_steps.cases_parser(__doc__, seconds=560)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="llama3.2-1b")
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="that count")
-    parser.add_argument(
-        "--patience", type=float, default=PATIENCE_S, help="seconds of a row at most"
-    )
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="most seconds per row")
     parser.add_argument("--cpu", action="store_true", help="the tiny model")
-    args = parser.parse_args(own)
+    args = parser.parse_args(ours)
     if args.cpu:
         args.model = "tiny"
     settings = {"model": args.model, "micro_batch_size": args.micro_batch_size}
-    found = [
-        training_steps.Case(
-            name_of({**settings, "row": name}), lambda _, name=name: measure(name, args, more)
-        )
+    chosen = {
+        name_of({**settings, "row": name}): name
         for name in ROWS
         if not args.only or name in args.only
-    ]
+    }
     args.only = None
-    run_cases(found, args, args.gpus, name_of=name_of)
+    run = lambda name, _: measure(name, args, more)  # noqa: E731
+    run_cases(chosen, run, args, args.gpus, name_of=name_of)

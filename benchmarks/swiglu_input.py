@@ -30,17 +30,19 @@ def errors(x: Tensor, grad: Tensor) -> tuple[float, float]:
     exact = swiglu_grad(x, grad)
     plain = x.to(torch.float8_e4m3fn).to(x.dtype)
     scaled = quantize(x, "fp8-1x128-e4m3").dequantize().to(x.dtype)
-    found = [(swiglu_grad(kept, grad) - exact).norm() / exact.norm() for kept in (plain, scaled)]
-    return float(found[0]), float(found[1])
+    differences = [
+        (swiglu_grad(kept, grad) - exact).norm() / exact.norm() for kept in (plain, scaled)
+    ]
+    return float(differences[0]), float(differences[1])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a line for each spread of the input."""
     records.parser(__doc__).parse_args(argv)
-    draws = torch.Generator().manual_seed(0)
-    normal = torch.randn(ROWS, WIDTH, generator=draws)
-    grad = torch.randn(ROWS, WIDTH // 2, generator=draws)
-    far = 1 + 999 * (torch.rand(ROWS, WIDTH, generator=draws) < OUTLIERS)
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(ROWS, WIDTH, generator=generator)
+    grad = torch.randn(ROWS, WIDTH // 2, generator=generator)
+    far = 1 + 999 * (torch.rand(ROWS, WIDTH, generator=generator) < OUTLIERS)
     cases = {f"{spread:g}": normal * spread for spread in SPREADS}
     cases[f"1, {OUTLIERS:g} of them times 1000"] = normal * far
     print("| standard deviation | cast | FP8 tiles |\n| --- | --- | --- |")

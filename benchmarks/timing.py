@@ -130,12 +130,12 @@ def in_turns(
     steps: dict[str, Callable[[], float]], turns: int, seed: int = 0
 ) -> dict[str, list[float]]:
     """Return what each step returns in each turn; turns have different orders."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    values: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(seed)
     for _ in range(turns):
         for name, step in order.sample(list(steps.items()), len(steps)):
-            found[name].append(step())
-    return found
+            values[name].append(step())
+    return values
 
 
 def captured(call: Callable[[], object], calls: int = 1) -> Callable[[], object]:
@@ -175,9 +175,9 @@ def reason(error: Exception) -> str:
 
 
 class Ceilings(NamedTuple):
-    """Measure what the device reaches: bytes a second of a copy, FLOPs a second of GEMMs.
+    """Measure what the device reaches: bytes/s of a copy, FLOP/s of GEMMs.
 
-    ``refused`` names the GEMMs that the device has not, with the reason.
+    ``refused`` names the GEMMs that the device lacks, with the reason.
     """
 
     copy: float
@@ -231,12 +231,12 @@ def _tile_gemm(size: int, rhs_rows: int) -> Step:
     blocks = size // 128
     # Both layouts are the library's own: outer blocks stored last, 128x128 padded to fours along K.
     scale_a = torch.ones(blocks, size, device=a.device).t()
-    scale_b, kind = scale_a, F.ScalingType.BlockWise1x128
+    scale_b, rhs_scaling = scale_a, F.ScalingType.BlockWise1x128
     if rhs_rows == 128:
         scale_b = torch.ones(blocks, -(-blocks // 4) * 4, device=a.device).t()
-        kind = F.ScalingType.BlockWise128x128
+        rhs_scaling = F.ScalingType.BlockWise128x128
     lhs_kind = F.ScalingType.BlockWise1x128
-    return lambda mark: F.scaled_mm(a, b, scale_a, lhs_kind, scale_b, kind)
+    return lambda mark: F.scaled_mm(a, b, scale_a, lhs_kind, scale_b, rhs_scaling)
 
 
 def _scaled_gemm(size: int, scales: int) -> Step:

@@ -42,8 +42,8 @@ class Log(NamedTuple):
     """Figures of Megatron-LM's log.
 
     ``milliseconds``, ``losses`` and ``tflops`` (TFLOP/s of a GPU, by Megatron-LM's formula, empty
-    without ``--log-throughput``) are by iteration, ``memory_gib`` is the most GiB that PyTorch had
-    allocated, by rank: Megatron-LM prints that of the first data-parallel ranks.
+    without ``--log-throughput``) are by iteration, ``memory_gib`` is the peak that PyTorch had
+    allocated, by rank: Megatron-LM prints it for the first data-parallel ranks.
     """
 
     milliseconds: dict[int, float]
@@ -149,8 +149,8 @@ def train(
             process.terminate()  # torchrun then ends its ranks, which would keep the GPU
             process.wait()
     if process.returncode:
-        found = [line for line in _ERROR.findall(errors) if "ChildFailed" not in line]
-        return {"error": (found or errors.splitlines() or ["no output"])[0][:500]}
+        causes = [line for line in _ERROR.findall(errors) if "ChildFailed" not in line]
+        return {"error": (causes or errors.splitlines() or ["no output"])[0][:500]}
     return figures_of(read_log(output)) | {"wall_s": round(time.monotonic() - begin, 1)}
 
 
@@ -183,14 +183,6 @@ def ended_well(row: Mapping[str, Any]) -> bool:
     return not {"error", "failed"} & row.keys()
 
 
-class Case(NamedTuple):
-    """A run of a benchmark: its name, its function of the devices it may use, how many it takes."""
-
-    name: str
-    run: Callable[[str | None], dict[str, Any]]
-    gpus: int = 1
-
-
 def cases_parser(doc: str | None, seconds: float, only: bool = False) -> argparse.ArgumentParser:
     """Return the parser of a benchmark of cases, for ``run_cases``."""
     parser = records.parser(doc)
@@ -206,58 +198,61 @@ def cases_parser(doc: str | None, seconds: float, only: bool = False) -> argpars
 
 
 def run_cases(
-    cases: Sequence[Case],
+    cases: Mapping[str, Any],
+    run: Callable[[Any, str | None], dict[str, Any]],
     args: argparse.Namespace,
     gpus: int,
     devices: Sequence[str | None] = (None,),
     name_of: Callable[[Mapping[str, Any]], str] = lambda row: row["case"],
+    gpus_of: Callable[[Any], int] = lambda case: 1,
     **head: Any,
 ) -> list[dict[str, Any]]:
-    """Run the cases that the output lacks, beside one another on different devices.
+    """Run the cases that the output lacks, in parallel on different devices.
 
     The file is written after each. A row that ended well replaces earlier errors of its case.
 
     Args:
-        cases: all cases, those that the command line does not name too.
+        cases: all cases by name, those that the command line does not name too.
+        run: function that makes a case's row, from the case and the devices that it may use.
         args: of ``cases_parser``.
         gpus: number of GPUs, for the record.
         devices: numbers of GPUs; None: each case sees all of them.
         name_of: the case of a row, also in files of earlier versions.
+        gpus_of: number of devices that a case takes.
         head: more of the record.
     """
     begin, rows = time.monotonic(), records.read(args.output)
-    names = {case.name for case in cases}
-    chosen = [case for case in cases if not args.only or any(
-        word == case.name or (word not in names and word in case.name) for word in args.only
+    chosen = [name for name in cases if not args.only or any(
+        word == name or (word not in cases and word in name) for word in args.only
     )]  # fmt: skip
     done = Counter(name_of(row) for row in rows if ended_well(row))
-    left = [case for turn in range(args.repeat) for case in chosen if done[case.name] <= turn]
+    left = [name for turn in range(args.repeat) for name in chosen if done[name] <= turn]
     if args.list:
-        print(*(case.name for case in left), sep="\n")
+        print(*left, sep="\n")
         return rows
     free: Queue[str | None] = Queue()
     for device in devices:
         free.put(device)
     taking, keeping, stopped = Lock(), Lock(), []
 
-    def run(case: Case) -> bool:
+    def add(name: str) -> bool:
         nonlocal rows
         with taking:  # a case that waits for two devices is not overtaken
-            taken = [free.get() for _ in range(case.gpus)]
+            taken = [free.get() for _ in range(gpus_of(cases[name]))]
         try:
             if time.monotonic() - begin > args.seconds or stopped:
                 return False
-            row = case.run(None if taken[0] is None else ",".join(map(str, taken)))
+            row = run(cases[name], None if taken[0] is None else ",".join(map(str, taken)))
         finally:
             for device in taken:
                 free.put(device)
-        row = {"case": case.name, "date": date.today().isoformat(), **row}
+        row = {"case": name, "date": date.today().isoformat(), **row}
         if args.stop and "error" in row:
-            stopped.append(case)
+            stopped.append(name)
         with keeping:
             shown = {key: value for key, value in row.items() if key not in _LONG}
             print(shown, flush=True)
-            rows = [other for other in rows if name_of(other) != case.name or ended_well(other)]
+            rows = [other for other in rows if name_of(other) != name or ended_well(other)]
             rows.append(row)
             records.write(
                 args.output, {"machine": records.description(gpus=gpus), **head}, rows=rows
@@ -265,7 +260,7 @@ def run_cases(
         return True
 
     with ThreadPoolExecutor(len(devices)) as pool:
-        ran = list(pool.map(run, left))
+        ran = list(pool.map(add, left))
     if not all(ran):
         print(f"{ran.count(False)} cases are left; the same command continues with them")
     return rows

@@ -4,29 +4,18 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+import planning as page
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import plan_check as check
 
 
-@pytest.fixture
-def check(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.chdir(ROOT)
-    from benchmarks import plan_check
-
-    return plan_check
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
 
 
-@pytest.fixture
-def page(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs" / "generate"))
-    import planning
-
-    return planning
-
-
-def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say(check, page):
+def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say():
     found = check.cases(tiny=False)
     assert len(found) == len({case.name for case in found}) == 22
     for case in found:
@@ -37,7 +26,7 @@ def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say(check, page):
         assert {"TP": layout.tensor, "PP": layout.pipeline, "DP": layout.data}[kind] == count
 
 
-def test_cases_run_and_are_not_repeated(check, monkeypatch, tmp_path):
+def test_cases_run_and_are_not_repeated(monkeypatch, tmp_path):
     """A case takes as many devices as its layout; what another machine's file holds is omitted."""
     held = check.cases(tiny=True)[0]
     other = {"machine": {"megatron_core": version("megatron-core")}, "rows": [held._asdict()]}
@@ -62,7 +51,7 @@ def test_cases_run_and_are_not_repeated(check, monkeypatch, tmp_path):
     assert len(taken) == len(rows) + 1 and not any("error" in row for row in again)
 
 
-def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch, tmp_path):
+def test_the_page_is_renewed_between_its_markers_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(page, "CLUSTERS", {})
     for name in ("published", "short_steps", "long_steps"):
         monkeypatch.setattr(page, name, lambda *_: "")
@@ -92,7 +81,7 @@ def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch,
     assert "| 50.00 |" in text and "| 1638.4 |" in text and "- M, R, L: out of memory" in text
 
 
-def test_long_steps_stand_beside_their_plans(check, page, tmp_path):
+def test_long_steps_stand_beside_their_plans(tmp_path):
     """Models with cases in graphs count with those alone, and without their memory."""
     case = {"tokens_per_s": 16384, "peak_gib": 100.0, "precision": "fp8-tile"}
     rows = [
