@@ -10,27 +10,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from render import RESULTS, ROOT, parser, render
 
 # isort: split
 from benchmarks.compose_features import FEATURES, LAYERS, PAIRS, RECIPES, Run
+from benchmarks.records import short
 
 PAGE = ROOT / "docs" / "composition.md"
 COLUMNS = [(layers, recipe) for layers in LAYERS for recipe in RECIPES]
 BOUNDED = [(gpu, recipe) for gpu in (False, True) for recipe in RECIPES]
 """Columns of the table of bounds."""
 NOT_RUN = "not run"
-UPSTREAM = {
-    "counter-productive to free a view": "graphs-in-a-pipeline",
-    "fused_mla_yarn_rope_apply.py": "graphs-of-latent-attention",
-    "Cannot copy between CPU and CUDA tensors during CUDA graph": "graphs-of-experts",
-    "unexpected keyword argument 'enable_cache'": "asynchronous-saves-of-megatron-fsdp",
-    "KeyError (param_and_grad_buffer.py": "graphs-of-megatron-fsdp",
-    "Modules must not have hooks registered": "graphs-of-megatron-fsdp",
-}
-"""Anchors of docs/upstream-notes.md by a part of the message that a bug ends in."""
-UPSTREAM_LOSSES = {(ranks, "FSDP"): "sharded-experts-of-megatron-fsdp" for ranks in ("EP2", "ETP2")}
-"""The same by features whose losses are out of bounds by a bug."""
+TABLES = yaml.safe_load((ROOT / "docs" / "templates" / "composition.yaml").read_text())
+UPSTREAM: dict[str, str] = TABLES["upstream"]
+UPSTREAM_LOSSES = {tuple(features): anchor for anchor, *features in TABLES["upstream_losses"]}
 
 Cells = Mapping[tuple[str, str, tuple[str, ...]], Mapping[str, Any]]
 
@@ -43,9 +37,9 @@ def read(files: Iterable[Path]) -> tuple[Cells, list[Mapping[str, Any]]]:
         document = json.loads(file.read_text())
         machines.append(document["machine"])
         for cell in document["cells"]:
-            place = cell["layers"], cell["recipe"], tuple(cell["features"])
-            if place not in cells or (_needs(cells[place]) and not _needs(cell)):
-                cells[place] = cell
+            key = cell["layers"], cell["recipe"], tuple(cell["features"])
+            if key not in cells or (_needs(cells[key]) and not _needs(cell)):
+                cells[key] = cell
     return cells, machines
 
 
@@ -75,10 +69,10 @@ def shown(cell: Mapping[str, Any] | None, messages: dict[str, int]) -> str:
     if name == "upstream bug":
         return f"[{name}](upstream-notes.md#{_anchor(cell)})"
     if name == "parity":
-        return " / ".join(_short(cell[part]) for part in ("loss", "norm"))
+        return short(cell["loss"], cell["norm"])
     if name == "apart":
-        figures = (_short(cell[part]) for part in ("loss", "norm", "resumed") if part in cell)
-        return f"**apart** {' / '.join(figures)}"
+        figures = (cell[part] for part in ("loss", "norm", "resumed") if part in cell)
+        return f"**apart** {short(*figures)}"
     if name in ("refused", "failed", "no reference"):
         number = messages.setdefault(_without_paths(cell["message"]), len(messages) + 1)
         return f"{name if name == 'refused' else f'**{name}**'} {number}"
@@ -93,25 +87,14 @@ def _anchor(cell: Mapping[str, Any]) -> str | None:
     return next((a for part, a in UPSTREAM.items() if part in cell["message"]), None)
 
 
-def _short(x: float) -> str:
-    return "0" if x == 0 else f"{x:.0e}".replace("e-0", "e-")
-
-
 def bounds() -> list[list[str]]:
     """Return the bounds of parity, each with features that have it."""
-    spread = "layers are spread: `EP2`, `ETP2`, `CP2`, a hybrid under `TP2` or `SP`"
-    examples = [
-        ("no layer is split", ("DP2",)),
-        ("layers are split: `TP2`, `SP`", ("TP2",)),
-        (spread, ("CP2",)),
-        ("layers are split or spread, with `MTP` or `MLA`", ("ETP2", "MLA")),
-        ("quantized parameters, BF16 on a CPU", ("quantized-params",)),
-    ]
     rows = []
-    for description, features in examples:
+    for description, *features in TABLES["bounds"]:
         in_bf16 = "quantized-params" in features
-        runs = [Run(features, "local", recipe, gpu, gpu or in_bf16) for gpu, recipe in BOUNDED]
-        rows.append([description, *(" / ".join(map(_short, run.bounds())) for run in runs)])
+        pair = tuple(features)
+        runs = [Run(pair, "local", recipe, gpu, gpu or in_bf16) for gpu, recipe in BOUNDED]
+        rows.append([description, *(short(*run.bounds()) for run in runs)])
     return rows
 
 
@@ -122,12 +105,12 @@ def _ordered(pair: Sequence[str]) -> tuple[str, ...]:
 def page(cells: Cells, machines: Sequence[Mapping[str, Any]]) -> str:
     """Return the page's text."""
     pairs = [_ordered(pair) for pair in PAIRS]
-    found = {pair: [cells.get((*column, pair)) for column in COLUMNS] for pair in pairs}
-    outcomes = [Counter(map(outcome_of, column)) for column in zip(*found.values(), strict=True)]
+    by_pair = {pair: [cells.get((*column, pair)) for column in COLUMNS] for pair in pairs}
+    outcomes = [Counter(map(outcome_of, column)) for column in zip(*by_pair.values(), strict=True)]
     names = sorted(set().union(*outcomes))
     messages: dict[str, int] = {}
     rows = [[" × ".join(pair), *(shown(cell, messages) for cell in row)]
-            for pair, row in found.items()]  # fmt: skip
+            for pair, row in by_pair.items()]  # fmt: skip
     return render(
         "composition", pairs=rows, messages=messages, bounds=bounds(), outcomes=names,
         machines=[f"{x['gpus']} x {x['gpu']}" if x["gpus"] else f"{x['cpu']}, gloo"

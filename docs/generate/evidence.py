@@ -4,7 +4,7 @@
     python docs/generate/evidence.py runs/nvfp4
 
 A folder has its study's name. Its finished runs go into benchmarks/results/studies.json, in the
-place of those of the same name and seed; without folders the page is written from that file alone.
+place of those of the same name and seed; without folders the page is written from that file.
 
 Studies of one model share runs: where two have the same command but for the seed, each one's table
 counts the runs of both. "At the end" is the mean of the last twentieth of a run, "before the decay"
@@ -70,8 +70,8 @@ def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -
         for run in kept.get(other, []):
             if run["name"] in commands:
                 by_command.setdefault(commands[run["name"]], []).append(curve_of(run))
-    found = [(run, by_command.get(key, [])) for run, key in _commands(studies[name]).items()]
-    return [Contender(run, tuple(curves)) for run, curves in found if curves]
+    runs = [(run, by_command.get(key, [])) for run, key in _commands(studies[name]).items()]
+    return [Contender(run, tuple(curves)) for run, curves in runs if curves]
 
 
 def _commands(study: Study) -> dict[str, tuple]:
@@ -82,7 +82,7 @@ def _commands(study: Study) -> dict[str, tuple]:
 
 def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     """Tabulate losses, gaps, their growth since before the decay, and validation perplexity."""
-    growth = gaps([[_growth(curve) for curve in one.curves] for one in contenders])
+    growth = gaps([[_growth(curve) for curve in contender.curves] for contender in contenders])
     headings = ("", "runs", "final loss", "gap at the end", "grown since before the decay",
                 "perplexity")  # fmt: skip
     lines = []

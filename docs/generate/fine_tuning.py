@@ -4,7 +4,7 @@
     python docs/generate/fine_tuning.py runs/qat
 
 The folder's finished runs go into benchmarks/results/studies-qat.json; without one the page is
-written from that file alone. Differences are paired seed by seed, with their standard errors.
+written from that file. Differences are paired seed by seed, with their standard errors.
 """
 
 import json

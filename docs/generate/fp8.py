@@ -94,7 +94,7 @@ def by_factor() -> str:
 
 
 def by_place() -> str:
-    """Tabulate the share of elements that become zero beside outliers of 100,000 times."""
+    """Tabulate the share of elements that become zero next to outliers of 100,000 times."""
     rows = [
         [shared, *(_percent(others_error(format, place, 1e5)[1]) for place in PLACES)]
         for shared, format in SCALES.items()

@@ -4,7 +4,7 @@
     python docs/generate/leaderboard.py runs/leaderboard
 
 Runs of a folder go into benchmarks/results/leaderboard.json, in the place of those of the same name
-and seed; without folders the page is written from that file alone. A row's loss is the mean of the
+and seed; without folders the page is written from that file. A row's loss is the mean of the
 last tenth of a finished run. Runs that were cut have a table of their own. Speeds are those of
 benchmarks/results/model-fp4-h200.json.
 """
@@ -31,7 +31,7 @@ LATE, LAST_PART = "-late-bf16", " fprop=null"
 """Ending of the names of recipes that switch their forward pass, and of the contenders that are
 timed as what comes after the switch."""
 REFERENCE = "nvfp4"
-"""The row that all other rows are compared with, beside the baseline."""
+"""The row that all other rows are compared with, in addition to the baseline."""
 RECIPE, CHANGE = "--precision-recipe", "--recipe-set"
 PLACES = ("--data-path", "--tokenizer-model", "--save-interval")
 """Arguments that say where a machine has the data, and when it saves: they change no loss."""
@@ -44,10 +44,10 @@ def finished_runs(folder: Path) -> Iterator[tuple[dict[str, Any], LossCurve]]:
         SystemExit: there are none.
     """
     files = sorted(folder.glob("*/study.json"))
-    found = [(file, json.loads(file.read_text())) for file in files]
-    if not any(state["finished"] for _, state in found):
+    states = [(file, json.loads(file.read_text())) for file in files]
+    if not any(state["finished"] for _, state in states):
         raise SystemExit(f"error: {folder}: no finished run")
-    for file, state in found:
+    for file, state in states:
         if state["finished"]:
             yield state, read_losses(file.with_name("metrics.jsonl"))
 
@@ -59,18 +59,19 @@ def cut_runs(
 
     Its gap is that to REFERENCE's run of the same seed, which is among those that finished.
     """
-    whole = {state["seed"]: curve for state, curve in finished if state["name"] == REFERENCE}
+    references = {state["seed"]: curve for state, curve in finished if state["name"] == REFERENCE}
     for file in sorted(folder.glob("*/study.json")):
         state, metrics = json.loads(file.read_text()), file.with_name("metrics.jsonl")
-        reference = whole.get(state["seed"])
+        reference = references.get(state["seed"])
         if state["finished"] or reference is None or not metrics.is_file():
             continue
         curve, last = read_losses(metrics), reference.iterations[-1]
         end = curve.iterations[-1]
         if end >= last / 2:
-            parts = [one.losses[(one.iterations > end - SHARE * last) & (one.iterations <= end)]
-                     for one in (curve, reference)]  # fmt: skip
-            gap = float(parts[0].mean() / parts[1].mean() - 1)
+            start = end - SHARE * last
+            means = [x.losses[(x.iterations > start) & (x.iterations <= end)].mean()
+                     for x in (curve, reference)]  # fmt: skip
+            gap = float(means[0] / means[1] - 1)
             yield {"name": state["name"], "seed": state["seed"], "cut": end / last, "gap": gap}
 
 
@@ -107,19 +108,19 @@ def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
     Raises:
         SystemExit: a finished run has other arguments than the rest, its recipe aside.
     """
-    found: dict[tuple[str, int], dict] = {}
+    by_key: dict[tuple[str, int], dict] = {}
     for run in (*kept, *new):
-        place = run["name"], run["seed"]
-        if "cut" not in run or "cut" in found.get(place, run):
-            found[place] = run
-    finished = [run for run in found.values() if "cut" not in run]
+        key = run["name"], run["seed"]
+        if "cut" not in run or "cut" in by_key.get(key, run):
+            by_key[key] = run
+    finished = [run for run in by_key.values() if "cut" not in run]
     for run in finished:
         if (run["arguments"], run["tokens"]) != (finished[0]["arguments"], finished[0]["tokens"]):
             raise SystemExit(
                 f"error: {run['name']}, seed {run['seed']}: other arguments or tokens than "
                 f"{finished[0]['name']}, seed {finished[0]['seed']}"
             )
-    return [*finished, *(run for run in found.values() if "cut" in run)]
+    return [*finished, *(run for run in by_key.values() if "cut" in run)]
 
 
 def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, list[list[object]]]:
@@ -131,7 +132,7 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
     by_name: dict[str, dict[int, dict]] = {}
     for run in runs:
         by_name.setdefault(run["name"], {})[run["seed"]] = run
-    recipes = {name: _recipe(next(iter(own.values()))) for name, own in by_name.items()}
+    recipes = {name: _recipe(next(iter(by_seed.values()))) for name, by_seed in by_name.items()}
     baseline = next((name for name, recipe in recipes.items() if not _quantizes(recipe)), None)
     if baseline is None:
         raise SystemExit("error: no run of a recipe that quantizes nothing, to compare with")
@@ -139,18 +140,22 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
         name: {seed: by_name[name][seed]["loss"] for seed in sorted(by_name[name])}
         for name in (baseline, *(name for name in by_name if name != baseline))
     }
-    whole = losses[baseline]
-    for name, own in losses.items():
-        if not set(own) <= set(whole):
-            raise SystemExit(f"error: {name}: seeds {[*own]}, {baseline}'s {[*whole]}")
+    baseline_losses = losses[baseline]
+    for name, by_seed in losses.items():
+        if not set(by_seed) <= set(baseline_losses):
+            raise SystemExit(
+                f"error: {name}: seeds {[*by_seed]}, {baseline}'s {[*baseline_losses]}"
+            )
     from_baseline = paired_gaps(losses)
-    others = {name: own for name, own in losses.items() if name not in (baseline, REFERENCE)}
+    others = {
+        name: by_seed for name, by_seed in losses.items() if name not in (baseline, REFERENCE)
+    }
     has_reference = REFERENCE in losses
     from_reference = paired_gaps({REFERENCE: losses[REFERENCE], **others}) if has_reference else {}
-    found: dict[str, list[object]] = {}
+    lines: dict[str, list[object]] = {}
     for name in sorted(losses, key=lambda name: (name != baseline, _rank(*from_baseline[name]))):
         words = next(iter(by_name[name].values()))["recipe"]
-        found[name] = [
+        lines[name] = [
             name,
             _source(words),
             len(losses[name]),
@@ -164,15 +169,17 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
     errors = [
         error
         for name, (gap, error) in from_baseline.items()
-        if not math.isnan(gap) and name != baseline and len(losses[name]) == len(whole)
+        if not math.isnan(gap) and name != baseline and len(losses[name]) == len(baseline_losses)
     ]
-    return baseline, visible_gap(max(errors, default=0.0), 1, 1), [*found.values()]
+    return baseline, visible_gap(max(errors, default=0.0), 1, 1), [*lines.values()]
 
 
 def paired_gaps(losses: dict[str, dict[int, float]]) -> dict[str, tuple[float, float]]:
     """Return each row's gap to the first one, and its standard error."""
-    values = [list(own.values()) for own in losses.values()]
-    return dict(zip(losses, gaps(values, [list(own) for own in losses.values()]), strict=True))
+    values = [list(by_seed.values()) for by_seed in losses.values()]
+    return dict(
+        zip(losses, gaps(values, [list(by_seed) for by_seed in losses.values()]), strict=True)
+    )
 
 
 def _rank(gap: float, error: float) -> float:
@@ -208,7 +215,7 @@ def _quantizes(recipe: Recipe) -> bool:
 
 
 def _bits(recipe: Recipe) -> float:
-    """Return the mean bits an element of the operands of all GEMMs, which are as large."""
+    """Return the mean bits per element of the operands of all GEMMs, which are as large."""
     return statistics.fmean(
         16.0 if side is None else side.format.bits_per_element
         for layer in _layers()
@@ -238,12 +245,12 @@ def read_speeds(file: Path) -> tuple[dict[str, float], str]:
     """Return milliseconds of forward and backward by recipe, and the GPU, of a benchmark's file."""
     measured = json.loads(file.read_text())
     times = {row["contender"]: row["both"]["median_ms"] for row in measured["rows"]}
-    found = {name.removesuffix(" in TE"): ms for name, ms in times.items() if name.endswith("TE")}
-    for after in [name for name in found if name.endswith(LAST_PART)]:
+    speeds = {name.removesuffix(" in TE"): ms for name, ms in times.items() if name.endswith("TE")}
+    for after in [name for name in speeds if name.endswith(LAST_PART)]:
         before = after.removesuffix(LAST_PART)
         share = load_recipes([before + LATE]).switches[0].at
-        found[before + LATE] = share * found[before] + (1 - share) * found[after]
-    return found | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
+        speeds[before + LATE] = share * speeds[before] + (1 - share) * speeds[after]
+    return speeds | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
 
 
 def provenance(runs: Sequence[dict]) -> dict[str, str]:
@@ -275,11 +282,11 @@ def cut_rows(runs: Sequence[dict]) -> list[list[object]]:
     """Return the table's rows of runs that were cut."""
     lines = []
     for name in dict.fromkeys(run["name"] for run in runs):
-        own = [run for run in runs if run["name"] == name]
-        found = [run["gap"] for run in own]
-        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-        at = f"{100 * min(run['cut'] for run in own):.0f}%"
-        lines.append([name, len(own), at, shown_gap(statistics.fmean(found), error)])
+        cut = [run for run in runs if run["name"] == name]
+        ratios = [run["gap"] for run in cut]
+        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+        at = f"{100 * min(run['cut'] for run in cut):.0f}%"
+        lines.append([name, len(cut), at, shown_gap(statistics.fmean(ratios), error)])
     return lines
 
 

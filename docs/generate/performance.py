@@ -27,17 +27,17 @@ def read(file: Path) -> dict | None:
 
 def names_and_sizes(linear: dict | None) -> tuple[list[str], list[list]]:
     """Return all contenders, and by size how many times as fast as BF16 each of them is."""
-    found = [] if linear is None else linear["by_size"]
-    names = list(dict.fromkeys(row["contender"] for _, rows in found for row in rows))
+    sizes = [] if linear is None else linear["by_size"]
+    names = list(dict.fromkeys(row["contender"] for _, rows in sizes for row in rows))
     lines = []
-    for (tokens, inputs, outputs), rows in found:
+    for (tokens, inputs, outputs), rows in sizes:
         known = {row["contender"]: row.get("times_bf16", {}).get("both") for row in rows}
         lines.append([f"{tokens} × {inputs} → {outputs}", *map(known.get, names)])
     return names, lines
 
 
 def draw(linear: dict, file: Path) -> None:
-    """Forward and backward of each contender as a bar, beside BF16's; none of over ten times it."""
+    """Draw forward and backward of each contender as a bar, except beyond ten times BF16's."""
     (tokens, inputs, outputs), rows = linear["by_size"][0]
     rows = [row for row in rows if "refused" not in row]
     rows = [row for row in rows if row.get("times_bf16", {}).get("both", 1) > 0.1]

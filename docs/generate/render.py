@@ -1,34 +1,22 @@
 """Parts of pages: tables, templates of docs/templates, sections between two markers."""
 
-import argparse
 import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))  # generators import what benchmarks declare
+sys.path.insert(0, str(Path(__file__).parents[2]))  # generators import what benchmarks declare
 
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table; None is an empty cell."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        digits = 0 if value >= 100 or value == 0 else 2 if value >= 0.01 else 4
-        return f"{value:.{digits}f}"
-    return str(value)
+# isort: split
+from benchmarks.records import RESULTS as RESULTS
+from benchmarks.records import ROOT, value_at
+from benchmarks.records import markdown as table
+from benchmarks.records import parser as parser
 
 
 def cells(rows: Iterable[Mapping], *paths: str) -> list[list[object]]:
@@ -36,16 +24,11 @@ def cells(rows: Iterable[Mapping], *paths: str) -> list[list[object]]:
 
     The empty path is the row itself.
     """
-    return [[_at(row, path) for path in paths] for row in rows if "refused" not in row]
-
-
-def _at(row: Mapping, path: str) -> object:
-    value: object = row
-    for key in filter(None, path.split(".")):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(value, Mapping):
-        return f"{value['median_ms']:.3f} ± {value['iqr_ms']:.3f}"
-    return value
+    values = [[value_at(row, path) for path in paths] for row in rows if "refused" not in row]
+    return [
+        [f"{x['median_ms']:.3f} ± {x['iqr_ms']:.3f}" if isinstance(x, Mapping) else x for x in line]
+        for line in values
+    ]
 
 
 _TEMPLATES = Environment(
@@ -71,13 +54,3 @@ def replace_sections(page: Path, sections: dict[str, str]) -> None:
         after = text.index(end, begin.end())
         text = f"{text[: begin.end()]}\n\n{section}\n\n{text[after:]}"
     page.write_text(text, encoding="utf-8")
-
-
-def parser(description: str | None, **defaults: Path) -> argparse.ArgumentParser:
-    """Return a generator's parser, with an option for each of the paths that have defaults."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, path in defaults.items():
-        made.add_argument(f"--{name}", type=Path, default=path, help="default: %(default)s")
-    return made

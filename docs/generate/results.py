@@ -84,8 +84,8 @@ class Steps(NamedTuple):
 
     def slower_than(self, base: str) -> list[str]:
         """Name the rows of recipes that are slower than a precision of Megatron-LM."""
-        own = [row for row in self.rows.values() if row["precision"] not in (BF16, OWN_FP8)]
-        ratios = {row["case"]: self.ratio(row, base) for row in own if "error" not in row}
+        recipes = [row for row in self.rows.values() if row["precision"] not in (BF16, OWN_FP8)]
+        ratios = {row["case"]: self.ratio(row, base) for row in recipes if "error" not in row}
         return [f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1]
 
     def gpu_times(self) -> list[list[object]]:
@@ -146,11 +146,11 @@ def kept_run(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
     tokens_per_step = curve.tokens[-1] / curve.iterations[-1]
     job = Job(state["name"], state["seed"], Path(), ["python", *state["command"]])
     recipe, rest = split(training_words(job))
-    own = ["--seed", str(state["seed"]), *DATA.split(), "--save", f"runs/{state['name']}"]
+    given = ["--seed", str(state["seed"]), *DATA.split(), "--save", f"runs/{state['name']}"]
     validation = zip(curve.validation_iterations, curve.validation_losses, strict=True)
     return {
         **kept_of(state, curve),
-        "command": shlex.join(["lowbit-pretrain", *rest, *recipe, *own]),
+        "command": shlex.join(["lowbit-pretrain", *rest, *recipe, *given]),
         "tokens_per_s": round(speed),
         "validation": [
             [int(tokens_per_step * iteration), round(float(loss), 5)]
@@ -163,7 +163,7 @@ def in_order(runs: Sequence[dict]) -> list[dict]:
     """Return runs in the study's order, the baseline first.
 
     Raises:
-        SystemExit: one has a name that the study has not.
+        SystemExit: one has a name that the study lacks.
     """
     order = read_study(STUDY).names
     for run in runs:
@@ -181,26 +181,26 @@ def gaps_of(runs: Sequence[dict]) -> dict[str, tuple[float, float]]:
     losses: dict[str, dict[int, float]] = {}
     for run in runs:
         losses.setdefault(run["name"], {})[run["seed"]] = run["loss"]
-    first, seeds = next(((name, sorted(own)) for name, own in losses.items()), ("", []))
-    for name, own in losses.items():
-        if sorted(own) != seeds:
-            raise SystemExit(f"error: {name}: seeds {sorted(own)}, {first}'s {seeds}")
+    first, seeds = next(((name, sorted(by_seed)) for name, by_seed in losses.items()), ("", []))
+    for name, by_seed in losses.items():
+        if sorted(by_seed) != seeds:
+            raise SystemExit(f"error: {name}: seeds {sorted(by_seed)}, {first}'s {seeds}")
     return paired_gaps(losses) if losses else {}
 
 
-def longer_runs(runs: Sequence[dict], found: dict[str, tuple[float, float]]) -> list[list]:
+def longer_runs(runs: Sequence[dict], gaps_by_name: dict[str, tuple[float, float]]) -> list[list]:
     """Return the rows of the table of longer runs: means over the seeds of each name."""
     lines = []
-    for name, (gap, error) in found.items():
-        own = [run for run in runs if run["name"] == name]
-        speed = fmean(run["tokens_per_s"] for run in own)
+    for name, (gap, error) in gaps_by_name.items():
+        same = [run for run in runs if run["name"] == name]
+        speed = fmean(run["tokens_per_s"] for run in same)
         lines.append([
             name,
-            f"{fmean(run['loss'] for run in own):.4f}",
+            f"{fmean(run['loss'] for run in same):.4f}",
             shown_gap(gap, error) if lines else None,
-            f"{math.exp(fmean(run['validation'][-1][1] for run in own)):.3f}",
+            f"{math.exp(fmean(run['validation'][-1][1] for run in same)):.3f}",
             f"{speed:,.0f}",
-            f"{own[0]['tokens'] / speed / 60:.1f}",
+            f"{same[0]['tokens'] / speed / 60:.1f}",
         ])  # fmt: skip
     return lines
 
@@ -220,19 +220,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else []
     runs = merge(kept, [kept_run(*run) for folder in args.folders for run in finished_runs(folder)])
     runs = in_order(runs)
-    found = gaps_of(runs)
+    gaps_by_name = gaps_of(runs)
     about = {"runs": runs, "seeds": len({run["seed"] for run in runs}), **provenance(runs)}
     text = render(
         "results", measured=measured, baselines=(BF16, OWN_FP8), **about,
-        longer=longer_runs(runs, found),
+        longer=longer_runs(runs, gaps_by_name),
     )  # fmt: skip
     images = args.root / "docs" / "images"
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")
         draw_curves(runs, images / "results-runs.png")
     # The noise of one seed is unknown.
-    gap = dict(list(found.items())[1:]) if about["seeds"] > 1 else {}
-    speeds = {model: own for model in shown.models if (own := shown.speeds(model))}
+    gap = dict(list(gaps_by_name.items())[1:]) if about["seeds"] > 1 else {}
+    speeds = {
+        model: by_precision for model in shown.models if (by_precision := shown.speeds(model))
+    }
     draw_summary(speeds, gap, (BF16, OWN_FP8), images / "results.png")
     (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
     section = render("readme-results", gpu=shown.machine["gpu"], **about)

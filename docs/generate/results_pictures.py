@@ -13,11 +13,11 @@ from megatron_lowbit.analysis.loss_curve import colors
 _SHOWN_FROM = 1 / 5
 """Share of the tokens without perplexities: early ones are many times as large as the last."""
 _FOR_TEXT = 0.8
-"""Room beside the bars for their figures, as a share of what the bars take."""
+"""Room to the right of the bars for their figures, as a share of what the bars take."""
 
 
 def draw_curves(runs: Sequence[dict], file: Path) -> None:
-    """Draw validation perplexity by tokens and by minutes of training, a color a name."""
+    """Draw validation perplexity by tokens and by minutes of training, a color per name."""
     figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = list(dict.fromkeys(run["name"] for run in runs))
@@ -50,7 +50,7 @@ def draw_summary(
     baselines: tuple[str, str],
     file: Path,
 ) -> None:
-    """Draw tokens/s of each precision in each model, and beside them the loss gaps, if any.
+    """Draw tokens/s of each precision in each model, and to the right the loss gaps, if any.
 
     Args:
         speeds: tokens/s by model and precision.
