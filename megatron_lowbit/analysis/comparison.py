@@ -54,10 +54,10 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
     """
     contenders: dict[str, Contender] = {}
     for number, (name, path) in enumerate(runs):
-        _, curves, known = contenders.get(name, Contender(name, ()))
+        before = contenders.get(name, Contender(name, ()))
         curve = read_losses(path / "metrics.jsonl" if path.is_dir() else path)
-        seed = seeds[number : number + 1]
-        contenders[name] = Contender(name, (*curves, curve), (*known, *seed))
+        known = (*before.seeds, *seeds[number : number + 1])
+        contenders[name] = Contender(name, (*before.curves, curve), known)
     require(bool(contenders), "give at least one run")
     return list(contenders.values())
 
@@ -184,13 +184,13 @@ def _pooled_deviation(groups: Sequence[np.ndarray]) -> np.ndarray:
 
     A group with a value that is not finite is ignored.
     """
-    squares, freedom = np.float64(0), np.int64(0)
+    squares = freedom = np.zeros(())
     for group in groups:
         square = ((group - group.mean(axis=0)) ** 2).sum(axis=0)
         squares = squares + np.where(np.isfinite(square), square, 0)
         freedom = freedom + np.where(np.isfinite(square), len(group) - 1, 0)
     with np.errstate(invalid="ignore"):
-        return np.sqrt(squares / freedom)
+        return np.asarray(np.sqrt(squares / freedom))
 
 
 def visible_gap(error: float, seeds: int, more: int) -> float:

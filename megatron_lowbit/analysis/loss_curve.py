@@ -1,7 +1,7 @@
 """Loss curves of one or several runs as a picture."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -63,13 +63,15 @@ def recent_means(values: np.ndarray, window: int) -> np.ndarray:
     return _averages(values, window, "full")[: len(values)]
 
 
-def _averages(values: np.ndarray, window: int, mode: str) -> np.ndarray:
+def _averages(values: np.ndarray, window: int, mode: Literal["same", "full"]) -> np.ndarray:
     valid = np.isfinite(values)
     kernel = np.ones(min(window, len(values)))
     total = np.convolve(np.where(valid, values, 0.0), kernel, mode=mode)
     count = np.convolve(valid.astype(float), kernel, mode=mode)
     # A convolution leaves rounding dust in the counts, so compare with one half, not with zero.
-    return np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0.5)
+    means = np.full(len(total), np.nan)
+    np.divide(total, count, out=means, where=count > 0.5)
+    return means
 
 
 def relative_gap(run: LossCurve, reference: LossCurve) -> tuple[np.ndarray, np.ndarray]:
@@ -128,6 +130,6 @@ def _window(values: np.ndarray) -> int:
 
 def colors(number: int) -> list[Any]:
     """Return as many colors that can be told apart."""
-    if number <= 10:
-        return list(matplotlib.colormaps["tab10"].colors[:number])
-    return list(matplotlib.colormaps["turbo"](np.linspace(0, 1, number)))
+    few = number <= 10
+    places = np.arange(number) if few else np.linspace(0, 1, number)
+    return list(matplotlib.colormaps["tab10" if few else "turbo"](places))

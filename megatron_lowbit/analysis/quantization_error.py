@@ -50,8 +50,9 @@ def gemm_sums(context: LinearContext, gemm: Gemm, lhs: Tensor, rhs: Tensor) -> S
     if not sums:
         return {}
     exact = lhs.float() @ rhs.float().t()
-    error = context.gemm(gemm, *operands, torch.float32) - exact
-    inexact, values = context.engine.fold_losses(*operands)
+    left, right = operands
+    error = context.gemm(gemm, left, right, torch.float32) - exact
+    inexact, values = context.engine.fold_losses(left, right)
     sums |= {"signal": _energy(exact), "noise": _energy(error)}
     if values:
         sums |= {"folded": _number(inexact, lhs), "foldable": _number(values, lhs)}
@@ -63,22 +64,19 @@ def _measured(context: LinearContext, gemm: Gemm, role: Role, x: Tensor) -> tupl
 
     Values of another GEMM's operand are measured along that one's axis.
     """
-    source = context.plan()[gemm, role].source
+    source, origin = context.plan()[gemm, role].source, gemm
     if source is Source.VALUES:
-        origin = Gemm.DGRAD if role == Role.GRAD else Gemm.FPROP
-        quantized, _ = context.quantize(x.t(), role, origin, None, needs_codes=True)
-        quantized = without_source(quantized)
-        request = context.request(origin, role, x.shape[1])
-        # The context transposes fprop's operands itself.
-        operand = quantized if origin == Gemm.FPROP else quantized.dequantize().t()
-        return operand, operand_sums(x.t(), quantized, request)
+        x, origin = x.t(), Gemm.DGRAD if role == Role.GRAD else Gemm.FPROP
     if source is Source.REQUANTIZED:
         forward, _ = context.quantize(x.t(), role, Gemm.FPROP, None, needs_codes=True)
         quantized = requantized(context, role, forward)
     else:
-        quantized, _ = context.quantize(x, role, gemm, None, needs_codes=True)
-    quantized, request = without_source(quantized), context.request(gemm, role, len(x))
-    return quantized, {} if request is None else operand_sums(x, quantized, request)
+        quantized, _ = context.quantize(x, role, origin, None, needs_codes=True)
+    quantized, request = without_source(quantized), context.request(origin, role, len(x))
+    # The context transposes fprop's operands itself.
+    transposes = source is Source.VALUES and origin == Gemm.DGRAD
+    operand = quantized.dequantize().t() if transposes else quantized
+    return operand, {} if request is None else operand_sums(x, quantized, request)
 
 
 def operand_sums(x: Tensor, quantized: QuantizedTensor, request: Request) -> Sums:

@@ -84,7 +84,8 @@ def q4_0_blocks(words: Tensor, scales: Tensor) -> Tensor:
 def _in_halves(codes: Tensor, block: int) -> Tensor:
     """Pack pairs of neighbours (R, K/2) anew as pairs half a block apart (R, K/block, block/2)."""
     low, high = unpack_nibbles(codes).unflatten(1, (-1, block)).chunk(2, dim=-1)
-    return low | (high << 4)
+    pairs: Tensor = low | (high << 4)
+    return pairs
 
 
 def _check_scales(scales: Tensor, first_refused: int, name: str) -> None:
@@ -182,7 +183,7 @@ def _write(
         writer.write_ti_data_to_file()
         for _, _, tensor in tensors:
             writer.write_tensor_data(tensor.numpy())
-        (stream,) = writer.fout
+        (stream,) = writer.fout or ()
         stream.flush()
         os.fsync(stream.fileno())
         return stream.tell()
@@ -200,6 +201,8 @@ def _tensors(
     gguf_names = get_tensor_name_map(architecture, model["num_layers"])
     for name in names:
         parts, gguf_name = folder.parts(name), gguf_names.get_name(name, (".weight",))
+        if gguf_name is None:
+            raise UserError(f"{folder.path}: llama.cpp has no name for {name}")
         stored = [folder.stored(part, outline) for part in parts]
         endings = tuple(part.rpartition(".")[2] for part in parts)
         if endings == ("weight",) and stored[0].dtype in _PLAIN:
@@ -247,7 +250,8 @@ def _rope_factors(model: Model) -> Tensor:
     wavelengths = 2 * math.pi * model["rotary_base"] ** (exponents / model["kv_channels"])
     turns = fixed["original_max_position_embeddings"] / wavelengths
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).float()
+    factors: Tensor = 1 / ((1 - smooth) / factor + smooth)
+    return factors.float()
 
 
 TOKENIZER = "tokenizer.json"

@@ -182,7 +182,7 @@ def _rows_of(key: str, output_rows: Mapping[str, int]) -> int:
 
 def mamba_heads(model: Model) -> int:
     """Return the number of heads, counted as megatron-core does where no argument says it."""
-    return model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"]
+    return int(model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"])
 
 
 def _output_rows(model: Model) -> dict[str, int]:

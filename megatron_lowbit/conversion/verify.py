@@ -3,12 +3,12 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial as bind
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import argument_file
@@ -110,7 +110,7 @@ def check_needs(
             AutoConfig.from_pretrained(source)
 
 
-def _transformers_model(folder: QuantizedFolder, exact: bool) -> Any:
+def _transformers_model(folder: QuantizedFolder, exact: bool) -> nn.Module:
     """Return transformers' model in FP32; weights are dequantized exactly, or rounded to BF16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -118,16 +118,18 @@ def _transformers_model(folder: QuantizedFolder, exact: bool) -> Any:
     if hasattr(config, QUANTIZATION):
         delattr(config, QUANTIZATION)  # the weights come dequantized
     model_class = type(AutoModelForCausalLM.from_config(config))
-    read = folder.dequantized if exact else folder.read
+
+    def read(name: str) -> dict[str, Tensor]:
+        return {name: (folder.dequantized(name) if exact else folder.read(name)).float()}
+
     parts = [
-        LazyTensors({name: torch.empty(folder.shape(name)[0], device="meta")},
-                    lambda name=name: {name: read(name).float()})
+        LazyTensors({name: torch.empty(folder.shape(name)[0], device="meta")}, bind(read, name))
         for name in folder.file_of
-    ]  # fmt: skip
+    ]
     weights: dict[str, Tensor] = {}
     for part in stack_experts(parts, folder.config):
         weights |= part.make()
-    model = model_class.from_pretrained(
+    model: nn.Module = model_class.from_pretrained(
         None, config=config, state_dict=weights, dtype=torch.float32
     )
     # transformers 5.23 leaves what it does not load, such as rotary frequencies, without a value.
@@ -159,4 +161,5 @@ def _of_megatron(
     with loaded_model(checkpoint, arguments, recipe) as model, torch.no_grad():
         device = next(model.parameters()).device
         positions = torch.arange(tokens.shape[1], device=device)[None]
-        return model(tokens.to(device), positions, attention_mask=None).float().cpu()
+        logits: Tensor = model(tokens.to(device), positions, attention_mask=None)
+        return logits.float().cpu()

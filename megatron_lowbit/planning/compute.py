@@ -7,7 +7,6 @@ for a microbatch.
 """
 
 from argparse import Namespace
-from collections import Counter
 from math import log2
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from megatron_lowbit.planning.device import (
 )
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.model import (
+    Amounts,
     Linear,
     Part,
     is_gated,
@@ -35,8 +35,6 @@ from megatron_lowbit.planning.model import (
 )
 from megatron_lowbit.recipes import LinearPrecision
 
-Seconds = Counter[str]
-"""Seconds by what takes them."""
 _SCAN_FORWARD = 0.37
 """Forward share of the scan's time, mamba-ssm's and torch's in scan-h200.json."""
 _SMALL_HEADS = 0.67
@@ -49,20 +47,19 @@ class Passes(NamedTuple):
     ``step`` is negative where a step's first microbatch takes less than the others.
     """
 
-    forward: Seconds
-    backward: Seconds
-    step: Seconds
+    forward: Amounts
+    backward: Amounts
+    step: Amounts
 
     @classmethod
     def none(cls) -> "Passes":
         """Return passes that take no time."""
-        return cls(Counter(), Counter(), Counter())
+        return cls(Amounts(), Amounts(), Amounts())
 
     def add(self, other: "Passes", times: int = 1) -> None:
         """Add other passes, in place."""
         for seconds, more in zip(self, other, strict=True):
-            for name, value in more.items():
-                seconds[name] += times * value
+            seconds.add(more, times)
 
 
 def part_times(args: Namespace, part: Part, device: Device) -> Passes:
@@ -85,7 +82,7 @@ def part_times(args: Namespace, part: Part, device: Device) -> Passes:
 
 
 def _add_communication(
-    args: Namespace, part: Part, device: Device, hiding: dict[str, float], passes: Passes
+    args: Namespace, part: Part, device: Device, hiding: dict[Gemm, float], passes: Passes
 ) -> None:
     """Add the time of tensor- and expert-parallel communication of one part.
 
@@ -108,12 +105,14 @@ def _add_communication(
         if args.sequence_parallel:
             again = gathered(Gemm.WGRAD)
             if not first.quantized:
-                again = max(0.0, again - hiding["dgrad"])
+                again = max(0.0, again - hiding[Gemm.DGRAD])
             passes.forward["tensor parallel"] = gathered(Gemm.FPROP) + stream
-            passes.backward["tensor parallel"] = stream + again + max(0.0, stream - hiding["wgrad"])
+            passes.backward["tensor parallel"] = (
+                stream + again + max(0.0, stream - hiding[Gemm.WGRAD])
+            )
         else:
             passes.forward["tensor parallel"] = 2 * stream
-            passes.backward["tensor parallel"] = max(0.0, 2 * stream - hiding["wgrad"])
+            passes.backward["tensor parallel"] = max(0.0, 2 * stream - hiding[Gemm.WGRAD])
     if part.kind == "experts" and expert > 1:
         # There and back; each rank sends and receives its own tokens' choices.
         sent = tokens // tensor * args.moe_router_topk * args.hidden_size * BF16
@@ -157,7 +156,7 @@ def weight_gradient_bytes(args: Namespace, linear: Linear, device: Device) -> in
         return BF16
     wgrad = linear.precision.wgrad
     is_plain = wgrad.accumulation is None and wgrad.fallback is None
-    return 0 if is_plain and device.gemm(linear.precision, "wgrad") in ADDS_PRODUCTS else FP32
+    return 0 if is_plain and device.gemm(linear.precision, Gemm.WGRAD) in ADDS_PRODUCTS else FP32
 
 
 def packed_bytes(quantizer: Quantizer) -> float:
@@ -167,26 +166,26 @@ def packed_bytes(quantizer: Quantizer) -> float:
 
 def _linear(
     args: Namespace, linear: Linear, rows: int, device: Device, passes: Passes, experts: int = 1
-) -> dict[str, float]:
+) -> dict[Gemm, float]:
     """Add the time of a linear layer, and return the seconds of its GEMMs.
 
     ``experts`` on the rank share the rows.
     """
     inputs, outputs = linear.inputs, linear.outputs
-    names = {str(gemm): device.gemm(linear.precision, gemm) for gemm in GEMM_ROLES}
+    names = {gemm: device.gemm(linear.precision, gemm) for gemm in GEMM_ROLES}
     size = weight_gradient_bytes(args, linear, device)
     main = 2 * gradient_bytes(args)  # read and written
     accumulates = device.accumulate and size == 0
     # main_grad-h200.json: an FP8 GEMM overlaps nothing of an FP32 sum, a BF16 GEMM nearly all.
-    exposed = accumulates and names["wgrad"] == FOLDED and gradient_bytes(args) == FP32
-    added = {"wgrad": main * linear.weights} if accumulates and not exposed else {}
+    exposed = accumulates and names[Gemm.WGRAD] == FOLDED and gradient_bytes(args) == FP32
+    added = {Gemm.WGRAD: main * linear.weights} if accumulates and not exposed else {}
     seconds = {
         gemm: experts
         * device.multiplied(rows / experts, inputs, outputs, name, added.get(gemm, 0.0))
         for gemm, name in names.items()
     }
-    passes.forward["GEMM"] += seconds["fprop"]
-    passes.backward["GEMM"] += seconds["dgrad"] + seconds["wgrad"]
+    passes.forward["GEMM"] += seconds[Gemm.FPROP]
+    passes.backward["GEMM"] += seconds[Gemm.DGRAD] + seconds[Gemm.WGRAD]
     weights = linear.weights * experts
     if device.accumulate and size > 0:
         # dW is written, read again and added.
@@ -197,7 +196,7 @@ def _linear(
         passes.backward["GEMM"] += adding
         passes.step["GEMM"] -= adding
     if linear.precision.quantized:
-        sizes = {"input": rows * inputs, "grad": rows * outputs, "weight": weights}
+        sizes = {Role.INPUT: rows * inputs, Role.GRAD: rows * outputs, Role.WEIGHT: weights}
         quantization = _quantization(linear.precision, sizes, names, device)
         for total, more in zip(passes, quantization, strict=True):
             total["quantization"] += more
@@ -205,7 +204,7 @@ def _linear(
 
 
 def _quantization(
-    precision: LinearPrecision, sizes: dict[str, int], names: dict[str, str], device: Device
+    precision: LinearPrecision, sizes: dict[Role, int], names: dict[Gemm, str], device: Device
 ) -> tuple[float, float, float]:
     """Return the seconds of quantizing in forward, in backward, and of a cached weight per step.
 
@@ -215,7 +214,7 @@ def _quantization(
     """
     delayed = precision.history_length > 0
 
-    def quantized(role: str, *gemms: str, saved: tuple[str, ...] = ()) -> float:
+    def quantized(role: Role, *gemms: Gemm, saved: tuple[Gemm, ...] = ()) -> float:
         sides = [(gemm, q) for gemm in gemms if (q := precision.quantizer(gemm, role)) is not None]
         if not sides:
             return 0.0
@@ -233,26 +232,27 @@ def _quantization(
         extra = sum(_extra_ps(gemm, q, precision, device.gpu) for gemm, q in sides)
         return device.moved(sizes[role] * count) + sizes[role] * extra * 1e-12
 
-    def unpacked(role: str, gemm: str) -> float:
+    def unpacked(role: Role, gemm: Gemm) -> float:
         """Return the seconds of turning saved codes into what the GEMM takes."""
         quantizer, taken = precision.quantizer(gemm, role), operand_bytes(names[gemm])
         if quantizer is None or quantizer.format.element.bits == 8 * taken:
             return 0.0
         return device.moved(sizes[role] * (packed_bytes(quantizer) + taken))
 
-    forward = quantized("input", "fprop", "wgrad", saved=("wgrad",))
-    backward = quantized("grad", "dgrad", "wgrad") + unpacked("input", "wgrad")
-    plan = precision.plan()
-    if plan[Gemm.FPROP, Role.WEIGHT].moment is Moment.STEP:
-        forward += unpacked("weight", "fprop")
-        backward += unpacked("weight", "dgrad")
-        return forward, backward, quantized("weight", "fprop", "dgrad", saved=("fprop", "dgrad"))
-    if plan[Gemm.DGRAD, Role.WEIGHT].source is Source.TRANSPOSE:
-        return forward + quantized("weight", "fprop", "dgrad"), backward, 0.0
-    return forward + quantized("weight", "fprop"), backward + quantized("weight", "dgrad"), 0.0
+    fprop, dgrad, wgrad = Gemm
+    forward = quantized(Role.INPUT, fprop, wgrad, saved=(wgrad,))
+    backward = quantized(Role.GRAD, dgrad, wgrad) + unpacked(Role.INPUT, wgrad)
+    plan, weight = precision.plan(), Role.WEIGHT
+    if plan[fprop, weight].moment is Moment.STEP:
+        forward += unpacked(weight, fprop)
+        backward += unpacked(weight, dgrad)
+        return forward, backward, quantized(weight, fprop, dgrad, saved=(fprop, dgrad))
+    if plan[dgrad, weight].source is Source.TRANSPOSE:
+        return forward + quantized(weight, fprop, dgrad), backward, 0.0
+    return forward + quantized(weight, fprop), backward + quantized(weight, dgrad), 0.0
 
 
-def _extra_ps(gemm: str, quantizer: Quantizer, precision: LinearPrecision, gpu: GPU) -> float:
+def _extra_ps(gemm: Gemm, quantizer: Quantizer, precision: LinearPrecision, gpu: GPU) -> float:
     """Return the ps per element that one side takes beyond what it moves."""
     transform = precision.gemms[gemm].hadamard
     extra = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tile
+from megatron_lowbit.numerics.gemms import Gemm
 from megatron_lowbit.planning.hardware import GPU, SCANS
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.native import folds_on_hopper, native_recipe
@@ -42,7 +43,7 @@ _NATIVE = {
 
 @cache
 def gemm_name(
-    precision: LinearPrecision, gemm: str, capability: tuple[int, int], transformer_engine: bool
+    precision: LinearPrecision, gemm: Gemm, capability: tuple[int, int], transformer_engine: bool
 ) -> str:
     """Return the name in ``hardware.yaml`` of what multiplies one of a linear layer's GEMMs."""
     sides = precision.gemms[gemm]
@@ -61,7 +62,7 @@ def gemm_name(
     route = routes.route(*formats, capability, sides.folding and not is_native)
     if route is not routes.TILES:
         return _ROUTED[route]
-    square = TILE in [format.block_rows for format in formats]
+    square = any(format and format.block_rows == TILE for format in formats)
     return "fp8 1x128 . 128x128" if square else "fp8 1x128 . 1x128"
 
 
@@ -97,7 +98,7 @@ class Device(NamedTuple):
         """Bytes of memory that torch's tensors may fill."""
         return (self.gpu["memory_gib"] - self.gpu["reserve_gib"]) * GIB
 
-    def gemm(self, precision: LinearPrecision, gemm: str) -> str:
+    def gemm(self, precision: LinearPrecision, gemm: Gemm) -> str:
         """Return the name of what multiplies one of a linear layer's GEMMs."""
         return gemm_name(precision, gemm, self.gpu.capability, self.transformer_engine)
 

@@ -160,11 +160,9 @@ def _step(
     slowest = max(range(len(times)), key=totals.__getitem__)
     forward, backward, once = times[slowest]
     parts, count = stages[slowest], counts[slowest]
-    seconds: Counter[str] = Counter()
-    for name, value in (forward + backward).items():
-        seconds[name] = layout.microbatches * value
+    seconds = (forward + backward) * layout.microbatches
     seconds[BUBBLE] = (sum(totals) - totals[slowest]) / layout.virtual
-    seconds += once
+    seconds.add(once)
     gradients, gathers = data_parallel(args, count, device, saved_parameter_bytes(args, parts))
     hidden = backward.total() if args.overlap_grad_reduce else 0.0
     overlaps = args.overlap_param_gather and not args.quantized_param_gather

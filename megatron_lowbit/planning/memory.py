@@ -17,6 +17,7 @@ from megatron_lowbit.planning.hardware import SCANS
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.model import (
     CONVOLUTION,
+    Amounts,
     Linear,
     Parameters,
     Part,
@@ -43,7 +44,7 @@ class Memory(NamedTuple):
         return sum(self.parts.values())
 
 
-def state(args: Namespace, count: Parameters) -> dict[str, float]:
+def state(args: Namespace, count: Parameters) -> Amounts:
     """Return bytes of weights, gradients and optimizer: 18 per parameter, 12 of them sharded.
 
     Each parameter is BF16 (megatron-core's Float16Module), with an FP32 main parameter and two
@@ -57,11 +58,8 @@ def state(args: Namespace, count: Parameters) -> dict[str, float]:
     shards = args.data_parallel_size if args.use_distributed_optimizer else 1
     shards_of_experts = max(1, shards // args.expert_model_parallel_size)
     held = (count.all - count.experts) / shards + count.experts / shards_of_experts
-    return {
-        "weights": BF16 * count.all,
-        "main gradients": gradient_bytes(args) * count.all,
-        "optimizer": each * held,
-    }
+    weights, gradients = BF16 * count.all, gradient_bytes(args) * count.all
+    return Amounts({"weights": weights, "main gradients": gradients, "optimizer": each * held})
 
 
 def stores_codes(args: Namespace, linear: Linear) -> bool:
@@ -100,31 +98,28 @@ def rank_memory(
     vocabulary: int, device: Device,
 ) -> Memory:  # fmt: skip
     """Estimate the peak of a rank in one pipeline stage; ``vocabulary`` is padded."""
-    held = Counter(state(args, count))
+    held = state(args, count)
     if not device.accumulate:
-        held = Counter(weights=held["weights"])
-    kept: Counter[str] = Counter()
+        held = Amounts(weights=held["weights"])
+    kept = Amounts()
     for part, number in parts.items():
         for linear in part.linears:
             times = number * part.experts
             stored = stores_codes(args, linear)
-            is_exact = device.gemm(linear.precision, "fprop") == EXACT
+            is_exact = device.gemm(linear.precision, Gemm.FPROP) == EXACT
             step, microbatch = quantized_weight_bytes(linear, is_exact, stored)
             held["weights"] -= times * BF16 * linear.weights * stored
             held["quantized weights"] += times * step
             kept["quantized weights"] += times * microbatch
-        for name, size in activation_bytes(args, part, device.scan).items():
-            kept[name] += number * size
+        kept.add(activation_bytes(args, part, device.scan), number)
     stream = local_tokens(args) * args.hidden_size * BF16
-    recomputed: Counter[str] = Counter()
+    recomputed = Amounts()
     if share := layout.recomputed_share(stage):
         # The layers that are recomputed keep their input; one of them at a time all the rest.
-        recomputed = Counter({name: size / layout.layers(stage) for name, size in kept.items()})
-        kept = Counter({name: size * (1 - share) for name, size in kept.items()})
+        recomputed = Amounts({name: size / layout.layers(stage) for name, size in kept.items()})
+        kept *= 1 - share
         kept["recomputed layers' inputs"] = layout.recomputed_layers(stage) * stream
-    copies = in_flight(layout, stage)
-    for name, size in kept.items():
-        held[name] += copies * size
+    held.add(kept, in_flight(layout, stage))
     moments = {
         "backward of a layer": held + recomputed + _backward_of_a_layer(args, parts, device),
     }
@@ -135,14 +130,14 @@ def rank_memory(
         # Cross-entropy, fused or not, copies BF16 logits to FP32, and back in the backward pass;
         # with them are the final norm's input and output, then the gradients of that norm's output
         # and of the table.
-        loss = Counter({"logits": logits * (BF16 + FP32), "working memory": 2 * stream})
-        backward = Counter({"logits": logits * BF16, "working memory": 3 * stream + table})
+        loss = Amounts({"logits": logits * (BF16 + FP32), "working memory": 2 * stream})
+        backward = Amounts({"logits": logits * BF16, "working memory": 3 * stream + table})
         moments |= {"loss": held + loss, "backward of the output layer": held + backward}
     moment = max(moments, key=lambda name: moments[name].total())
-    return Memory(dict(moments[moment]), moment)
+    return Memory({name: size for name, size in moments[moment].items() if size > 0}, moment)
 
 
-def _backward_of_a_layer(args: Namespace, parts: Counter[Part], device: Device) -> Counter[str]:
+def _backward_of_a_layer(args: Namespace, parts: Counter[Part], device: Device) -> Amounts:
     """Return the bytes that backward needs in addition to what forward kept, in the largest part.
 
     Its first linear layer holds gradients of output, input and weight, and quantized operands; what
@@ -157,7 +152,7 @@ def _backward_of_a_layer(args: Namespace, parts: Counter[Part], device: Device) 
         in_front = rows * (part.first.outputs + part.second.inputs) * BF16
         largest = max(largest, _linear_backward(args, part.first, rows, device) - free, in_front)
     stream = local_tokens(args) * args.hidden_size * BF16
-    return Counter({"working memory": largest + 2 * stream})
+    return Amounts({"working memory": largest + 2 * stream})
 
 
 def _linear_backward(args: Namespace, linear: Linear, rows: int, device: Device) -> float:
@@ -167,8 +162,8 @@ def _linear_backward(args: Namespace, linear: Linear, rows: int, device: Device)
     needed += linear.weights * (weight_gradient_bytes(args, linear, device) or BF16)
     if precision.quantized:
         gradient = rows * linear.outputs
-        needed += (gradient + linear.weights) * operand_bytes(device.gemm(precision, "dgrad"))
-        needed += gradient * operand_bytes(device.gemm(precision, "wgrad"))
+        needed += (gradient + linear.weights) * operand_bytes(device.gemm(precision, Gemm.DGRAD))
+        needed += gradient * operand_bytes(device.gemm(precision, Gemm.WGRAD))
     return needed
 
 
@@ -194,7 +189,7 @@ def quantized_weight_bytes(
     return fprop if is_shared else fprop + dgrad, 0.0
 
 
-def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Counter[str]:
+def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Amounts:
     """Return the bytes, by what they are of, that one part keeps of a microbatch on one rank.
 
     ``scan`` is one of ``SCANS``.
@@ -203,7 +198,7 @@ def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Count
     rows = tokens * part.topk
     # A norm keeps its input, and one or two FP32 numbers per token.
     numbers = 2 if args.normalization == "LayerNorm" else 1
-    kept: Counter[str] = Counter(norms=local * (args.hidden_size * BF16 + 4 * numbers))
+    kept = Amounts(norms=local * (args.hidden_size * BF16 + 4 * numbers))
     if part.kind == "experts":
         # The router's input and, for each choice, index, weight and place of the token.
         kept["routing"] = local * args.hidden_size * BF16 + rows * 40
@@ -291,16 +286,16 @@ def _scan(args: Namespace, tokens: int, scan: str) -> float:
     scan alone copies of its inputs and the sums of log decays; torch's every FP32 tensor.
     """
     heads, inner, convolved = mixer(args)
-    states = args.mamba_state_dim
-    normed = inner * BF16 + 4 * args.mamba_num_groups / args.tensor_model_parallel_size
+    states, length = int(args.mamba_state_dim), int(args.seq_length)
+    normed: float = inner * BF16 + 4 * args.mamba_num_groups / args.tensor_model_parallel_size
     if scan == "mamba-ssm":
         return tokens * ((2 * inner + convolved + heads) * BF16 + normed)
-    padding = 1 + (CONVOLUTION - 1) / args.seq_length
+    padding = 1 + (CONVOLUTION - 1) / length
     convolution = convolved * (padding + 1) * BF16
     if scan == "mamba-ssm-scan":
         copies = (convolved + inner + heads) * BF16  # x, B, C; z; dt
         return tokens * (convolution + copies + inner * BF16 + 4 * heads + normed)
-    chunk = min(_SCAN_CHUNK, args.seq_length)
+    chunk = min(_SCAN_CHUNK, length)
     numbers = 9 * inner + 6 * heads * states + 3 * heads * chunk + 3 * heads
     numbers += 2 * inner * states / chunk  # the states of each chunk, in and out
     return tokens * (convolution + 4 * numbers)

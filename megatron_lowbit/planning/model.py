@@ -7,7 +7,7 @@ one's inputs.
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_lowbit.errors import require
@@ -26,6 +26,30 @@ _PATHS = {
     "experts": (f"{_EXPERT}.linear_fc1", f"{_EXPERT}.linear_fc2"),
     "mamba": ("mixer.in_proj", "mixer.out_proj"),
 }
+
+
+class Amounts(dict[str, float]):
+    """Seconds or bytes by what takes them, added name by name; a missing name has none."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def __add__(self, other: Mapping[str, float]) -> "Amounts":
+        total = Amounts(self)
+        total.add(other)
+        return total
+
+    def __mul__(self, times: float) -> "Amounts":
+        return Amounts({name: times * amount for name, amount in self.items()})
+
+    def add(self, other: Mapping[str, float], times: float = 1) -> None:
+        """Add ``times`` other amounts, in place."""
+        for name, amount in other.items():
+            self[name] += times * amount
+
+    def total(self) -> float:
+        """Return the sum of all amounts."""
+        return sum(self.values())
 
 
 class Linear(NamedTuple):

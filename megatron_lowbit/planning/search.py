@@ -100,7 +100,7 @@ def plan_run(
     if as_given:
         args = training.parse(gpus)
         check_plannable(args)
-        tried, refusals = [(layout_of(args, gpus), args)], []
+        tried, refusals = [(layout_of(args, gpus), args)], list[str]()
     else:
         tried, refusals = candidates(training, gpus, gpus_per_node)
         if refusals and not tried:

@@ -113,10 +113,10 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
 
     with pretrain.teardown(), translate_assertions():
         pretrain.run(args, [measure_every_step])
-    layers = {
-        path: LayerErrors(*map(fmean, zip(*measured, strict=True)), weights[path])
-        for path, measured in errors.items()
-    }
+    layers = {}
+    for path, measured in errors.items():
+        outputs, gradients = zip(*measured, strict=True)
+        layers[path] = LayerErrors(fmean(outputs), fmean(gradients), weights[path])
     return layers, args.rank == 0
 
 

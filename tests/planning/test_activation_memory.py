@@ -1,14 +1,13 @@
 """Planned bytes that forward keeps for backward, against those that autograd's hooks count."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from built import parse, saved_bytes
 
 from megatron_lowbit.planning.memory import activation_bytes, quantized_weight_bytes
-from megatron_lowbit.planning.model import Linear, stages
+from megatron_lowbit.planning.model import Amounts, Linear, stages
 from megatron_lowbit.recipes import Layer, load_recipe
 
 VOCABULARY = 256
@@ -142,7 +141,7 @@ def test_a_llama_layer_in_bf16_counted_by_hand():
     args = parse(f"{LLAMA} --num-layers 1")
     args.transformer_impl = "transformer_engine"
     (parts,) = stages(args, load_recipe("bf16"))
-    kept = sum((activation_bytes(args, part) for part in parts), Counter())
+    kept = sum((activation_bytes(args, part) for part in parts), Amounts())
     token = {
         "norms": 2 * (256 * 2 + 4),
         "linear inputs": (256 + 256 + 640) * 2,  # of qkv, fc1 and fc2; proj's is attention's
