@@ -29,9 +29,9 @@ class Row(NamedTuple):
     """Figures of a contender; gaps are relative to the baseline's final loss.
 
     ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
-    standard error, NaN where no name has two seeds; ``perplexity`` is that of the last validation,
-    the mean over seeds, with its standard deviation, NaN where a run has none; ``spikes`` is the
-    mean spike score, NaN where a run has no loss for every step, ``speed`` the median of tokens/s.
+    standard error, NaN where no name has two seeds; ``perplexity`` is the last validation's, the
+    mean over seeds, with its standard deviation, NaN where a run has none; ``spikes`` is the mean
+    spike score, NaN where a run has no loss for every step, ``speed`` the median of tokens/s.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ()) -> list[Contender]:
     """Read named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
 
-    ``seeds`` are those of all runs, where they are known. Raises UserError for a file that cannot
+    ``seeds``: the seed of each run, where they are known. Raises UserError for a file that cannot
     be read.
     """
     contenders: dict[str, Contender] = {}
@@ -100,7 +100,7 @@ def spikes(curve: LossCurve) -> float:
 
 
 def compare(contenders: Sequence[Contender]) -> list[Row]:
-    """Compute a row for each; the first is the baseline. Gaps and errors are those of ``gaps``."""
+    """Compute a row for each contender, with gaps to the first, the baseline, by :func:`gaps`."""
     losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
     rows = []
     for contender, finals, (gap, error) in zip(
@@ -143,10 +143,10 @@ def gaps(
     """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
     A gap is the mean over seeds, seed by seed where the first has them all, since a seed draws the
-    same weights and data for both; else that of two independent means. The noise of all is pooled.
+    same weights and data for both; else from two independent means. The noise of all is pooled.
 
     Args:
-        values: of each name; the first axis is that of seeds, others, such as steps, are kept.
+        values: of each name; the first axis is the seeds; others, such as steps, are kept.
         seeds: of each name's values; None: names with as many values have the same seeds.
     """
     arrays = [np.asarray(of_name) for of_name in values]
@@ -248,7 +248,7 @@ def spike_score(losses: Sequence[float] | np.ndarray) -> float:
         sum over t of max((loss_t - m_t) / sigma - 3, 0)
 
     Here m_t is the rolling minimum over 8 steps and sigma the standard deviation of the loss itself
-    over the last 30% of the steps. What the paper leaves open is taken so: the 8 steps are t - 7 to
+    over the last 30% of the steps. Choices that the paper leaves open: the 8 steps are t - 7 to
     t, fewer at the start; 30% are rounded up to whole steps; sigma divides by their number.
 
     ``losses`` has one value for every step; those that are not finite are ignored. No spikes: 0.

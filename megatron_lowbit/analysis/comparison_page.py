@@ -109,7 +109,7 @@ def _known(value: float, form: str, before: str = "") -> str:
 
 
 MOST_COLORS = 8
-"""Most names in one panel, whose colors a reader can tell apart."""
+"""Largest number of names in one panel with distinguishable colors."""
 SMOOTHED = 1 / 30
 """Share of the logged iterations that losses are smoothed over."""
 SHOWN_FROM = 1 / 5

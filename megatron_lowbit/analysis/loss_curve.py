@@ -39,13 +39,13 @@ def read_losses(path: Path) -> LossCurve:
     except OSError:
         raise UserError(f"{path}: cannot be read as a metrics.jsonl file") from None
     for number, line in enumerate(lines, start=1):
-        place = f"{path}:{number}"
-        record = as_object(parse_json(line, place), place)
-        entries = Entries(record, place)
-        for loss, kind in (("lm_loss", ""), ("validation_loss", "validation_")):
+        location = f"{path}:{number}"
+        record = as_object(parse_json(line, location), location)
+        entries = Entries(record, location)
+        for loss, prefix in (("lm_loss", ""), ("validation_loss", "validation_")):
             if loss in record:
-                columns[f"{kind}losses"].append(entries.number(loss, np.nan))
-                columns[f"{kind}iterations"].append(entries.integer("iteration", least=0))
+                columns[f"{prefix}losses"].append(entries.number(loss, np.nan))
+                columns[f"{prefix}iterations"].append(entries.integer("iteration", least=0))
         if "lm_loss" in record:
             columns["tokens"].append(entries.number("consumed_tokens", np.nan) or np.nan)
             columns["speeds"].append(entries.number("tokens_per_second", np.nan) or np.nan)
@@ -129,7 +129,7 @@ def _window(values: np.ndarray) -> int:
 
 
 def colors(number: int) -> list[Any]:
-    """Return as many colors that can be told apart."""
+    """Return ``number`` distinguishable colors, as RGBA arrays."""
     few = number <= 10
-    places = np.arange(number) if few else np.linspace(0, 1, number)
-    return list(matplotlib.colormaps["tab10" if few else "turbo"](places))
+    positions = np.arange(number) if few else np.linspace(0, 1, number)
+    return list(matplotlib.colormaps["tab10" if few else "turbo"](positions))

@@ -60,9 +60,9 @@ def gemm_sums(context: LinearContext, gemm: Gemm, lhs: Tensor, rhs: Tensor) -> S
 
 
 def _measured(context: LinearContext, gemm: Gemm, role: Role, x: Tensor) -> tuple[Any, Sums]:
-    """Return an operand as the GEMM takes it, and its sums; none where it is not quantized.
+    """Return the GEMM's operand and its sums, which are empty for one that is not quantized.
 
-    Values of another GEMM's operand are measured along that one's axis.
+    Values of another GEMM's operand are measured along the axis of that GEMM.
     """
     source, origin = context.plan()[gemm, role].source, gemm
     if source is Source.VALUES:

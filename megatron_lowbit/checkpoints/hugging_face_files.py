@@ -26,7 +26,7 @@ COMPANIONS = (
     "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "generation_config.json", "*.model",
 )  # fmt: skip
-"""Files beside the weights that a converted folder keeps."""
+"""Files other than weights that a converted folder keeps."""
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
@@ -61,10 +61,10 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_object(path / CONFIG)
         if (path / INDEX).is_file():
-            place = f"{path / INDEX}: weight_map"
-            self.file_of = as_object(read_object(path / INDEX).get("weight_map"), place)
+            location = f"{path / INDEX}: weight_map"
+            self.file_of = as_object(read_object(path / INDEX).get("weight_map"), location)
             for name, file in self.file_of.items():
-                shown = f"{place}: {name}: {reprlib.repr(file)}"
+                shown = f"{location}: {name}: {reprlib.repr(file)}"
                 require(is_inside(file), f"{shown} is not the name of a file in this folder")
         elif (path / SINGLE).is_file():
             with self._open(SINGLE) as opened:
@@ -76,7 +76,7 @@ class Folder:
         self._stored_in = self.file_of
 
     def leave_out(self, starts: tuple[str, ...]) -> int:
-        """Leave out the tensors whose names start so; return their number."""
+        """Ignore the tensors whose names start so; return their number."""
         count = len(self.file_of)
         self.file_of = {n: file for n, file in self.file_of.items() if not n.startswith(starts)}
         return count - len(self.file_of)

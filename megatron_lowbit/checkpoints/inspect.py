@@ -31,7 +31,8 @@ def inspect(source: Path) -> dict[str, Any]:
 
     "tensors" are rows of key, shape, dtype, bytes and the number and shapes of chunks, called
     pieces (for Hugging Face's files, the file); "parameters" and "bytes" are the model's totals,
-    "optimizer" those of its tensors; "model" holds the arguments that say what the model computes.
+    "optimizer" the totals of its tensors; "model" holds the arguments that say what the model
+    computes.
 
     Raises UserError where it is none of these. Tensors are not read.
     """

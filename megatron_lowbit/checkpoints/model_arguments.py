@@ -1,7 +1,7 @@
 """Megatron-LM's arguments that describe a model: read from a checkpoint, written to files.
 
 Everywhere in this package a model is a dictionary of these arguments by their attributes' names.
-Arguments of features that a model does not use, such as experts, are left out.
+Arguments of features that a model does not use, such as experts, are omitted.
 """
 
 import reprlib
@@ -110,7 +110,7 @@ _UNCONVERTED: dict[str, Any] = {
 
 
 def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
-    """Return the model's arguments among all those of a run.
+    """Return the model's arguments among a run's arguments.
 
     Args:
         args: those in a checkpoint.
@@ -224,9 +224,9 @@ def described_by(args: Namespace) -> dict[str, Any]:
 
 
 def saved_arguments(model: Mapping[str, Any]) -> Namespace:
-    """Return what a checkpoint of a converted model keeps as its ``args``.
+    """Return the ``args`` of a converted model's checkpoint.
 
-    Megatron-LM compares some of these with a run's own arguments, takes others over with
+    Megatron-LM compares some of these with a run's arguments, takes others over with
     ``--use-checkpoint-args``, and looks for optimizer and random states unless they say that none
     were saved.
     """

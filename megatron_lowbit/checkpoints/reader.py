@@ -1,4 +1,4 @@
-"""Reader of Megatron-LM's ``torch_dist`` checkpoints: one tensor at a time, and what the run was.
+"""Reader of Megatron-LM's ``torch_dist`` checkpoints: one tensor at a time, and the run's record.
 
 It needs neither a model nor other ranks: the format holds whole tensors in chunks, whatever layout
 of ranks wrote them.
@@ -60,11 +60,11 @@ class TensorSlice(NamedTuple):
 
 
 class CheckpointReader:
-    """Opened checkpoint: its tensors, read one at a time, and what it says of its run.
+    """Opened checkpoint: its tensors, read one at a time, and its record of the run.
 
     Attributes:
         path: the checkpoint's folder.
-        files: lengths and checksums by name; None for a checkpoint of Megatron-LM alone.
+        files: lengths and checksums by name; None for a checkpoint of stock Megatron-LM.
         model: descriptions of the model's tensors by key.
         state: the same of the optimizer.
         histories: the same of the amax histories of delayed scaling.
@@ -234,8 +234,8 @@ class CheckpointReader:
 
 def other_name(key: str) -> str:
     """Return the key that a norm has as a module of its own; other keys as they are."""
-    for fused, alone in _NORMS:
-        key = key.replace(fused, alone)
+    for fused, module in _NORMS:
+        key = key.replace(fused, module)
     return key
 
 
@@ -279,7 +279,7 @@ def _newest(source: Path) -> Path:
 
 
 def chosen_iterations(source: Path, last: int | None, named: Sequence[int]) -> list[int]:
-    """Return the ``last`` complete checkpoints of a directory, or those of the named iterations.
+    """Return the ``last`` complete checkpoints of a directory, or the named iterations.
 
     Raises:
         UserError: they are not there.

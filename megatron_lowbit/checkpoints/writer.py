@@ -47,7 +47,7 @@ COMMON = {
     "num_floating_point_operations_so_far": 0,
     "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
 }
-"""The common state beside ``args`` and ``iteration`` where a checkpoint holds a model alone."""
+"""Common state, besides ``args`` and ``iteration``, of a checkpoint that holds only a model."""
 
 _EXTRA_STATE = re.compile(
     r"(.*\b(?:linear_\w+|in_proj|out_proj|output_layer|\w+_layernorm|final_norm))"
@@ -58,14 +58,14 @@ _EXTRA_STATE = re.compile(
 class LazyChunk(NamedTuple):
     """Chunk of the tensor ``key`` that ``make`` returns on demand.
 
-    ``shape`` is the chunk's, at ``offset`` of a tensor of shape ``whole``; the tensor of ``make``
+    ``shape`` is the chunk's, at ``offset`` of a tensor of shape ``size``; the tensor of ``make``
     may lack leading axes of length 1. Without a dtype it is an object, a pickle in bytes.
     """
 
     key: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
+    size: tuple[int, ...]
     dtype: torch.dtype | None
     make: Callable[[], Tensor | bytes]
 
@@ -81,7 +81,7 @@ def object_chunk(key: str, content: bytes) -> LazyChunk:
 
 
 def extra_states(targets: Iterable[TensorSlice]) -> list[LazyChunk]:
-    """Return the extra states that layers load beside their tensors.
+    """Return the extra states that layers load in addition to their tensors.
 
     They hold Transformer Engine's state of FP8, which is None here. All linear layers load one, and
     so do Transformer Engine's norms.
@@ -147,8 +147,8 @@ def _write_metadata(
                 described[chunk.key] = BytesStorageMetadata()
             else:
                 properties = TensorProperties(dtype=chunk.dtype)
-                whole = TensorStorageMetadata(properties, torch.Size(chunk.whole), [])
-                chunks = described.setdefault(chunk.key, whole).chunks
+                empty = TensorStorageMetadata(properties, torch.Size(chunk.size), [])
+                chunks = described.setdefault(chunk.key, empty).chunks
                 index = MetadataIndex(chunk.key, torch.Size(chunk.offset), len(chunks))
                 chunks.append(
                     ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))

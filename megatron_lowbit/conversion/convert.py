@@ -38,14 +38,14 @@ from megatron_lowbit.conversion.quantized import (
     quantized_tensors,
     recipe_digest,
 )
-from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
+from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.storage.resumable_output import resumable_output
 
 ITERATION = 0
 MODEL_ARGUMENTS, COMPANIONS = "model.args", "hugging_face"
-"""Names beside a converted checkpoint: its model's arguments, and its source's other files."""
+"""Names in a converted checkpoint's folder: model arguments, and the other files of the source."""
 _USUAL_HEAD = "lm_head.weight"
 _PADDING = "pad_vocab_size_multiple"
 """The entry of config.json by which a model says that its vocabulary has rows without tokens."""
@@ -63,7 +63,7 @@ def to_megatron(
     Raises UserError, and leaves nothing, where the source is of no known family or not complete.
     """
     companion_files(source)
-    folder = open_folder(source)
+    folder = QuantizedFolder(source)
     converted = from_config(folder.config, str(source / CONFIG))
     ignored = folder.leave_out(converted.ignored)
     rules = _with_names_of(folder, converted.rules)
@@ -86,7 +86,7 @@ def to_megatron(
 
 
 def _with_names_of(folder: Folder, rules: Sequence[Rule]) -> Sequence[Rule]:
-    """Return the rules with a folder's names, which lack ``transformer.`` in GPT-2's own files."""
+    """Return the rules with a folder's names, which lack ``transformer.`` in the original GPT-2."""
     short = [
         replace(rule, names=tuple(name.partition(".")[2] for name in rule.names)) for rule in rules
     ]
@@ -105,7 +105,7 @@ def _other_norms(rules: Sequence[Rule]) -> list[Rule]:
 
 
 def check_names(folder: Folder, rules: Sequence[Rule]) -> None:
-    """Raise UserError where a folder's tensors are not those of the rules.
+    """Raise UserError where a folder's tensors differ from the tensors of the rules.
 
     A model whose embedding and output are tied may hold the embedding again as ``lm_head.weight``.
     """
@@ -132,7 +132,7 @@ def check_names(folder: Folder, rules: Sequence[Rule]) -> None:
 def lazy_chunks(folder: Folder, rule: Rule) -> list[LazyChunk]:
     """Return the chunks of Megatron-LM's tensors that a rule makes of a folder's tensors.
 
-    Raises UserError where their shapes are not those of config.json.
+    Raises UserError where their shapes differ from config.json.
     """
     # Tensors without content: what does not fit fails before anything is written.
     parts: list[Tensor] = []
@@ -192,7 +192,7 @@ def to_hugging_face(
         output: a new folder.
         dtype: dtype of the weights, one of ``conversion.DTYPES``; None keeps theirs.
         companions: folder of the tokenizer and of further entries of config.json; by default what
-            :func:`to_megatron` put beside a checkpoint.
+            :func:`to_megatron` wrote into a checkpoint's folder.
         shard_bytes: largest size of a file that holds several tensors.
         force: replace an existing folder.
         quantized: how to store the weights that the recipe quantizes; None stores them as they are.
@@ -255,7 +255,7 @@ def lazy_tensors(tensors: CheckpointReader, rule: Rule, dtype: torch.dtype | Non
 
 
 def _other_entries(companions: Path | None) -> dict[str, Any]:
-    """Return a folder's config.json without the entries that a conversion writes anew."""
+    """Return a folder's config.json without the entries that a conversion replaces."""
     if companions is None or not (companions / CONFIG).is_file():
         return {}
     # The first two are newer names of entries that the family writes.

@@ -117,19 +117,19 @@ class Family:
         architecture: ``architectures`` in config.json.
         model_type: ``model_type`` in config.json.
         arguments: Megatron-LM's arguments that all models of the family have, or functions that
-            compute them from those of ``entries``.
+            compute them from the arguments of ``entries``.
         fixed: entries of config.json with the only value that is converted, also by default.
         entries: Megatron-LM's arguments with their entries of config.json.
         outer: tensors outside the layers, the embedding first.
         layers: tensors of a layer, as :func:`~mapping.expand` takes them, or a function that
             returns them for a model.
         prefix: start of Hugging Face's names before the number of a layer.
-        is_transposed: whether Hugging Face stores the weights of linear layers as (in, out).
+        is_transposed: True if Hugging Face stores the weights of linear layers as (in, out).
         more_arguments: function that reads arguments which are no entry of their own.
         more_entries: function that writes entries which are no argument of their own, and checks
             the model.
-        defaults: what transformers takes for entries that a config.json lacks, where it is not the
-            default of the entry itself.
+        defaults: transformers' values of entries that a config.json lacks, where they differ from
+            the default of the entry itself.
     """
 
     name: str
@@ -173,8 +173,8 @@ class Family:
         check_arguments(model, self.name, {**others, **self._usual(model)})
         if "window_size" in model:
             message = f"the model has window_size {model['window_size']}"
-            ahead = model["window_size"][1]
-            require(ahead == 0, f"{message}; a {self.name} has 0 tokens ahead")
+            tokens_ahead = model["window_size"][1]
+            require(tokens_ahead == 0, f"{message}; a {self.name} has 0 tokens ahead")
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,

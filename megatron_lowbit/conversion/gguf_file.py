@@ -1,10 +1,10 @@
 """GGUF files, llama.cpp's format: a folder of Hugging Face's with the codes and scales it has.
 
-Nothing is quantized here. Weights of compressed-tensors' NVFP4, MXFP4 and INT4 become blocks of
+No weight is quantized here. Weights of compressed-tensors' NVFP4, MXFP4 and INT4 become blocks of
 ggml, llama.cpp's library of tensors; matrices in high precision keep their dtype, vectors become
 FP32, which ggml needs. Queries and keys of a Llama get their rows in another order: ggml rotates
-neighbours, Hugging Face the halves of a head. NVFP4's tensor scale is a tensor of its own, which
-llama.cpp multiplies the product with. The vocabulary comes from a tokenizer.json of byte-level
+neighbours, Hugging Face the halves of a head. NVFP4's tensor scale is a separate tensor, by
+which llama.cpp multiplies the product. The vocabulary comes from a tokenizer.json of byte-level
 pairs (Llama 3, Qwen, GPT-2).
 
 A block starts with its scales, then has its codes, two in a byte: element j in the low nibble,
@@ -35,7 +35,7 @@ from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.families.dense import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.mapping import Model
-from megatron_lowbit.conversion.quantized_folder import open_folder
+from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import UserError, as_user_error, require
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.numerics.formats import E8M0_NAN, unpack_nibbles
@@ -82,7 +82,7 @@ def q4_0_blocks(words: Tensor, scales: Tensor) -> Tensor:
 
 
 def _in_halves(codes: Tensor, block: int) -> Tensor:
-    """Pack pairs of neighbours (R, K/2) anew as pairs half a block apart (R, K/block, block/2)."""
+    """Pack pairs of neighbours (R, K/2) as pairs half a block apart (R, K/block, block/2)."""
     low, high = unpack_nibbles(codes).unflatten(1, (-1, block)).chunk(2, dim=-1)
     pairs: Tensor = low | (high << 4)
     return pairs
@@ -136,7 +136,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
         raise UserError("to-gguf needs gguf: pip install 'megatron-lowbit[serve]'") from None
     require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
     companion_files(source)
-    folder = open_folder(source)
+    folder = QuantizedFolder(source)
     converted = from_config(folder.config, str(source / CONFIG))
     known = " and ".join(ARCHITECTURES)
     require(converted.name in ARCHITECTURES, f"to-gguf converts {known}, not {converted.name}")
@@ -183,7 +183,7 @@ def _write(
         writer.write_ti_data_to_file()
         for _, _, tensor in tensors:
             writer.write_tensor_data(tensor.numpy())
-        (stream,) = writer.fout or ()
+        [stream] = writer.fout or []
         stream.flush()
         os.fsync(stream.fileno())
         return stream.tell()

@@ -38,8 +38,8 @@ class Rule:
         target_rows: rows of each target.
         rows: output features of each of Hugging Face's tensors.
         group_rows: rows of queries, key and value in one query group of ``linear_qkv``.
-        is_transposed: whether Hugging Face's tensors are stored as (in, out).
-        is_padded: whether either side may have further rows, which stand for no token.
+        is_transposed: True if Hugging Face's tensors are stored as (in, out).
+        is_padded: True if either side may have further rows, which stand for no token.
     """
 
     targets: tuple[TensorSlice, ...]
@@ -69,7 +69,7 @@ class Rule:
         return self._join([tensors.read(target) for target in self.targets])
 
     def outline(self, tensors: CheckpointReader) -> Tensor:
-        """Return what :meth:`read` reads, on the ``meta`` device.
+        """Return the tensor of :meth:`read`, on the ``meta`` device.
 
         Raises UserError where the shapes are not the model's.
         """
@@ -121,7 +121,7 @@ def expand(
             are alike, whose tensors Megatron-LM stacks, or else a mapping for each layer.
         model: the arguments that give sizes.
         prefix: start of Hugging Face's names before the number of a layer.
-        is_transposed: whether Hugging Face stores the weights of linear layers as (in, out).
+        is_transposed: True if Hugging Face stores the weights of linear layers as (in, out).
     """
     is_untied = model["untie_embeddings_and_output_weights"]
     lines = [(TensorSlice(key), names) for key, names in outer.items() if key != HEAD or is_untied]
@@ -174,7 +174,7 @@ def _alternatives(pattern: str) -> tuple[str, ...]:
 
 
 def _rows_of(key: str, output_rows: Mapping[str, int]) -> int:
-    """Return a tensor's rows by its module or parameter, and where that says it by its parent."""
+    """Return a tensor's rows by its module or parameter, with its parent if listed so."""
     names = key.removesuffix(".weight").removesuffix(".bias").split(".")
     both = ".".join(names[-2:])
     return output_rows[both if both in output_rows else names[-1]]
@@ -191,7 +191,7 @@ def _output_rows(model: Model) -> dict[str, int]:
     heads, groups, channels = (
         size[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels")
     )
-    fc1 = 2 if is_gated(model) else 1  # gate and up together, or up alone
+    fc1 = 2 if is_gated(model) else 1  # gate and up together, or only up
     mamba = mamba_heads(model) if "mamba_head_dim" in model else 0
     inner, states = (
         mamba * size["mamba_head_dim"],

@@ -1,4 +1,4 @@
-"""A checkpoint's model, built and loaded by Megatron-LM's own training code."""
+"""A checkpoint's model, built and loaded by the training code of Megatron-LM."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

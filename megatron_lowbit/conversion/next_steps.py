@@ -2,8 +2,8 @@
 
 Outcomes of loading an export are transformers' on a CPU, where it dequantizes weights, as
 ``tests/conversion/test_readers.py`` finds them. It stores the experts of a layer in one tensor,
-which it makes while it loads those of ``ONE_BY_ONE``: there the result depends on the share of
-experts that are quantized.
+which it makes while it loads the families of ``ONE_BY_ONE``: there the result depends on the share
+of experts that are quantized.
 """
 
 import json
@@ -18,7 +18,7 @@ from megatron_lowbit.conversion.convert import COMPANIONS, MODEL_ARGUMENTS
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.gguf_file import GGUFSummary
 from megatron_lowbit.conversion.quantized import REPORT
-from megatron_lowbit.conversion.quantized_folder import open_folder
+from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import printable
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
@@ -106,7 +106,7 @@ def _ragged(folder: Path) -> Outcome | None:
 
     transformers divides a side by its number of scales, so that a side below 128 is one tile.
     """
-    opened, wrong = open_folder(folder), None
+    opened, wrong = QuantizedFolder(folder), None
     for name in read_object(folder / REPORT)["weights"]:
         shape = opened.shape(name)[0]
         reason = f"{name} {shape} is not made of whole {TILE}x{TILE} tiles"

@@ -22,7 +22,7 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.layout import Layout, Weight
 from megatron_lowbit.conversion.mapping import Rule
-from megatron_lowbit.conversion.quantized_folder import open_folder
+from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -70,7 +70,7 @@ class Quantization(NamedTuple):
 def plan_quantization(
     wanted: QuantizedAs, checkpoint: CheckpointReader, rules: Sequence[Rule], num_layers: int
 ) -> Quantization:
-    """Plan the weights to quantize: those of fprop under the recipe before any of its switches.
+    """Plan the weights to quantize: fprop's under the recipe before any of its switches.
 
     Raises UserError without a recipe, or where the layout cannot hold a weight with its bits.
     """
@@ -300,11 +300,12 @@ def _whole_tiles(numbers: Tensor, rows: int) -> bool:
 def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
     """Write a layout's further documents, and a report of the error of the weights.
 
-    Their error is computed from what :func:`open_folder` reads; a row is printed for each block.
+    Their error is computed from what :class:`QuantizedFolder` reads; a row is printed for each
+    block.
     """
     for name, document in plan.layout.documents(plan.config).items():
         write_json(path / name, document)
-    folder, weights = open_folder(path), {}
+    folder, weights = QuantizedFolder(path), {}
     blocks: dict[int, list[tuple[str, str, _Energy]]] = {}
     for weight in plan.weights.values():
         format = str(weight.format)

@@ -18,16 +18,11 @@ _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 """Scales that say nothing about weights."""
 
 
-def open_folder(path: Path) -> "QuantizedFolder":
-    """Open a folder, whose weights are dequantized to BF16 where they are quantized.
-
-    Raises UserError for a kind of quantization that is not read.
-    """
-    return QuantizedFolder(path)
-
-
 class QuantizedFolder(Folder):
-    """Folder whose weights may be stored in another form; matrices of quantized models are BF16."""
+    """Folder whose weights are dequantized to BF16 where they are quantized.
+
+    Raises UserError for a quantization method that is not read.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -41,12 +36,12 @@ class QuantizedFolder(Folder):
         self.is_quantized = quantization is not None
         self._weights = stored_experts(self.file_of, self.config)
         if self.is_quantized:
-            place = f"{path / CONFIG}: {QUANTIZATION}"
-            method = as_object(quantization, place).get("quant_method")
+            location = f"{path / CONFIG}: {QUANTIZATION}"
+            method = as_object(quantization, location).get("quant_method")
             if not isinstance(method, str) or method not in METHODS:
                 known = ", ".join(METHODS)
                 shown = reprlib.repr(method)
-                raise UserError(f"{place}: quant_method {shown} is not one of {known}")
+                raise UserError(f"{location}: quant_method {shown} is not one of {known}")
             config = self.config | {QUANTIZATION: quantization}
             self._weights |= METHODS[method].stored(self.file_of, config)
         parts = {part for stored in self._weights.values() for part in stored.parts}
@@ -62,7 +57,7 @@ class QuantizedFolder(Folder):
             self.file_of[name] = self._stored_in[stored.parts[0]]
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of a tensor as :meth:`read` gives it."""
+        """Return shape and dtype of the tensor that :meth:`read` returns."""
         shape, dtype = super().shape(name) if name not in self._weights else self._outline(name)
         # Megatron-LM stacks the tensors of all layers, which therefore have one dtype.
         return shape, torch.bfloat16 if self.is_quantized and len(shape) > 1 else dtype

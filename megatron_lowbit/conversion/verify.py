@@ -19,7 +19,7 @@ from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.layouts.gpt_oss import stack_experts
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
-from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder
+from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder
 from megatron_lowbit.errors import UserError, as_user_error, require
 from megatron_lowbit.recipes import LinearPrecision
 
@@ -45,7 +45,7 @@ def verify(
     Returns:
         The largest difference of logits, and the largest logit of transformers'.
     """
-    opened = open_folder(folder)
+    opened = QuantizedFolder(folder)
     converted = from_config(opened.config, str(folder / CONFIG))
     size = converted.model["vocab_size"]
     batch = torch.tensor([list(tokens)])
@@ -63,8 +63,8 @@ def wrong_weight(folder: Path, dtype: str | None) -> str | None:
         dtype: dtype of the loaded model; None for the dtype of the files.
 
     Returns:
-        A parameter of transformers' model whose values are not those of the files, as
-        ``to-megatron`` reads them, or the error that transformers raises; None if all are equal.
+        A parameter of transformers' model whose values differ from the files, as ``to-megatron``
+        reads them, or the error that transformers raises; None if all are equal.
     """
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +76,9 @@ def wrong_weight(folder: Path, dtype: str | None) -> str | None:
         # transformers raises errors of many kinds.
         return f"none was loaded ({type(error).__name__}: {' '.join(str(error).split())})"
     loaded = model.state_dict()
-    for name, expected in _transformers_model(open_folder(folder), exact=False).named_parameters():
+    for name, expected in _transformers_model(
+        QuantizedFolder(folder), exact=False
+    ).named_parameters():
         seen = loaded.get(name)
         if seen is None or seen.shape != expected.shape:
             return name
@@ -94,7 +96,7 @@ def check_needs(
     token is not in the vocabulary.
     """
     if command == "to-megatron":
-        model = from_config(open_folder(source).config, str(source / CONFIG)).model
+        model = from_config(QuantizedFolder(source).config, str(source / CONFIG)).model
     else:
         model = open_checkpoint(source, check=False).model_arguments(vocab_size)
     if find_spec("transformers") is None:

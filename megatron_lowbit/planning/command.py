@@ -1,12 +1,12 @@
-"""Plan a training run: memory, time and tokens a second of its layouts, without starting it.
+"""Plan a training run: memory, time and tokens/s of its layouts, without starting it.
 
 Example: lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --fp4-recipe nvfp4 \\
              --vocab-size 128256
          lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --vocab-size 128256 \\
              --recipes bf16,fp8-tile,nvfp4 --tokens 15e12
 
-Every other argument is one of training, as pretrain_gpt.py takes it. All figures are calculated;
---figures shows what from, measured or not.
+Every other argument is a training argument, as for pretrain_gpt.py. All figures are calculated;
+--figures shows the GPU's figures that they are calculated from, and whether each is measured.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from math import inf
 from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
-from megatron_lowbit.planning.hardware import SCANS, kinds
+from megatron_lowbit.planning.hardware import SCANS, gpu_names
 
 _WIDTH = 130
 
@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the layouts of a run, fastest first, or the fastest under each of several recipes.
 
     Raises:
-        UserError: an argument, of this command's or of training's, that is wrong; or no layout
-            fits.
+        UserError: an argument of this command or of training is wrong, or no layout fits.
     """
     args, training = _parser().parse_known_args(argv)
     for name in ("gpus", "gpus_per_node", "top", "tokens"):
@@ -57,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--gpu", default="h200", help=", ".join(kinds()))
-    parser.add_argument("--gpus", type=int, required=True, help="all of them")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="that NVLink joins")
+    parser.add_argument("--gpu", default="h200", help=", ".join(gpu_names()))
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs that NVLink joins")
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
     parser.add_argument(
         "--recipes", metavar="NAME_OR_FILE,...", help="recipes to compare, by their fastest layouts"

@@ -2,8 +2,8 @@
 
 A GEMM takes its FLOPs at the rate of the tensor cores that multiply its formats, or its bytes at
 the copy's bandwidth, whichever is longer. Other kernels take the bytes that they read and write,
-each counted once, and quantization what transforms and random numbers take on top. All in seconds,
-for a microbatch.
+each counted once; quantization adds the time of transforms and random numbers. All times are in
+seconds per microbatch.
 """
 
 from argparse import Namespace
@@ -42,7 +42,7 @@ _SMALL_HEADS = 0.67
 
 
 class Passes(NamedTuple):
-    """Times of a forward and a backward pass of a microbatch, and of what is done once a step.
+    """Times of a forward and a backward pass of a microbatch, and of the work done once per step.
 
     ``step`` is negative where a step's first microbatch takes less than the others.
     """
@@ -70,9 +70,9 @@ def part_times(args: Namespace, part: Part, device: Device) -> Passes:
     there, back = _elementwise(args, part)
     passes.forward["elementwise"] += device.moved(there)
     passes.backward["elementwise"] += device.moved(back)
-    if part.kind == "attention":
+    if part.name == "attention":
         passes.forward["attention"], passes.backward["attention"] = _attention(args, device)
-    if part.kind == "mamba":
+    if part.name == "mamba":
         channels = mixer(args).inner * args.mamba_state_dim / 128
         scan = tokens_of(args) * channels * device.gpu[f"scan_ps.{device.scan}"] * 1e-12
         passes.forward["scan"] = _SCAN_FORWARD * scan
@@ -113,7 +113,7 @@ def _add_communication(
         else:
             passes.forward["tensor parallel"] = 2 * stream
             passes.backward["tensor parallel"] = max(0.0, 2 * stream - hiding[Gemm.WGRAD])
-    if part.kind == "experts" and expert > 1:
+    if part.name == "experts" and expert > 1:
         # There and back; each rank sends and receives its own tokens' choices.
         sent = tokens // tensor * args.moe_router_topk * args.hidden_size * BF16
         once = device.link(expert, tensor, ring=False).send(sent * (expert - 1) / expert)
@@ -208,9 +208,9 @@ def _quantization(
 ) -> tuple[float, float, float]:
     """Return the seconds of quantizing in forward, in backward, and of a cached weight per step.
 
-    A source is quantized for both its GEMMs at once. Backward turns the codes that forward kept of
-    the input into what wgrad takes; each pass does so with those of a cached weight. ``sizes``:
-    elements of each source.
+    A source is quantized for both its GEMMs at once. Backward converts the saved codes of the input
+    into wgrad's operand; each pass converts the codes of a cached weight. ``sizes``: elements of
+    each source.
     """
     delayed = precision.history_length > 0
 
@@ -233,7 +233,7 @@ def _quantization(
         return device.moved(sizes[role] * count) + sizes[role] * extra * 1e-12
 
     def unpacked(role: Role, gemm: Gemm) -> float:
-        """Return the seconds of turning saved codes into what the GEMM takes."""
+        """Return the seconds of converting saved codes into the GEMM's operand."""
         quantizer, taken = precision.quantizer(gemm, role), operand_bytes(names[gemm])
         if quantizer is None or quantizer.format.element.bits == 8 * taken:
             return 0.0
@@ -253,7 +253,7 @@ def _quantization(
 
 
 def _extra_ps(gemm: Gemm, quantizer: Quantizer, precision: LinearPrecision, gpu: GPU) -> float:
-    """Return the ps per element that one side takes beyond what it moves."""
+    """Return the ps per element that quantizing an operand takes beyond moving it."""
     transform = precision.gemms[gemm].hadamard
     extra = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
     extra += gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
@@ -287,13 +287,13 @@ def _elementwise(args: Namespace, part: Part) -> tuple[float, float]:
     rows = tokens * part.topk
     outputs, inputs = part.first.outputs, part.second.inputs
     forward, backward = 5.0 * stream, 6.0 * stream
-    if part.kind == "attention":
+    if part.name == "attention":
         values = query_groups(args) // args.tensor_model_parallel_size * args.kv_channels
         turned = 2 * (outputs - values) if args.position_embedding_type == "rope" else 0
         forward += tokens * (turned + 2 * values)
         # The gradients of query, key and value are put together.
         backward += tokens * (turned + 2 * outputs)
-    elif part.kind == "mamba":
+    elif part.name == "mamba":
         # To and from batch-first, and the gated norm.
         forward += tokens * (2 * outputs + 4 * inputs)
         backward += tokens * (2 * outputs + 5 * inputs)
@@ -302,7 +302,7 @@ def _elementwise(args: Namespace, part: Part) -> tuple[float, float]:
         there, back = (3, 5) if is_gated(args) else (4, 10) if args.squared_relu else (2, 3)
         forward += rows * inputs * there
         backward += rows * inputs * back
-    if part.kind == "experts":
+    if part.name == "experts":
         # Tokens are gathered by expert and put back, each way.
         forward += 4.0 * rows * args.hidden_size
         backward += 4.0 * rows * args.hidden_size

@@ -45,7 +45,7 @@ _NATIVE = {
 def gemm_name(
     precision: LinearPrecision, gemm: Gemm, capability: tuple[int, int], transformer_engine: bool
 ) -> str:
-    """Return the name in ``hardware.yaml`` of what multiplies one of a linear layer's GEMMs."""
+    """Return the name in ``hardware.yaml`` of the GEMM that computes one of a layer's GEMMs."""
     sides = precision.gemms[gemm]
     if not sides.quantized:
         return EXACT
@@ -99,7 +99,7 @@ class Device(NamedTuple):
         return (self.gpu["memory_gib"] - self.gpu["reserve_gib"]) * GIB
 
     def gemm(self, precision: LinearPrecision, gemm: Gemm) -> str:
-        """Return the name of what multiplies one of a linear layer's GEMMs."""
+        """Return the name of the GEMM that computes one of a linear layer's GEMMs."""
         return gemm_name(precision, gemm, self.gpu.capability, self.transformer_engine)
 
     def flops(self, gemm: str) -> float:

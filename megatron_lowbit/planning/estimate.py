@@ -1,9 +1,8 @@
 """Estimate of one layout of a model: parameters, memory, and the time of a step by cause.
 
-Eager torch and megatron-core's Python take the CPU a time that depends on neither the model's width
-nor its tokens; the GPU waits for it where it has little to do. It was measured there. CUDA graphs
-take it away, but for experts, and for the time that Megatron-LM's loop has the GPU wait between
-steps.
+Launching a layer takes eager torch and megatron-core a CPU time that depends on neither the model's
+width nor its tokens; the GPU waits for it where it has little work. CUDA graphs remove this time,
+except for experts and for what the loop of Megatron-LM takes between steps.
 """
 
 from argparse import Namespace
@@ -45,7 +44,7 @@ for Transformer Engine's fused Adam, 6 for the copy to the BF16 parameter."""
 _UNSHARDED_BYTES = 8
 """Bytes per parameter that every rank moves: the gradient set to zero and searched for NaN."""
 _TENSORS = {"attention": 3, "mlp": 3, "experts": 2, "mamba": 8}
-"""Parameter tensors of a part, with the norm before it; of experts those of each."""
+"""Parameter tensors of a part, with the norm before it; for experts, of each expert."""
 _OTHER_TENSORS = 3
 """Embedding, last norm and output layer."""
 
@@ -53,8 +52,8 @@ _OTHER_TENSORS = 3
 class Estimate(NamedTuple):
     """Figures of a layout. ``seconds`` of a step on the slowest stage's GPUs, by what takes them.
 
-    ``args`` are training's in that layout. ``parameters`` and ``memory`` are those of each pipeline
-    stage's ranks.
+    ``args``: training arguments of that layout. ``parameters`` and ``memory``: one entry for the
+    ranks of each pipeline stage.
     """
 
     layout: Layout
@@ -166,8 +165,8 @@ def _step(
     gradients, gathers = data_parallel(args, count, device, saved_parameter_bytes(args, parts))
     hidden = backward.total() if args.overlap_grad_reduce else 0.0
     overlaps = args.overlap_param_gather and not args.quantized_param_gather
-    ahead = forward.total() if overlaps else 0.0
-    seconds["data parallel"] = max(0.0, gradients - hidden) + max(0.0, gathers - ahead)
+    overlapped = forward.total() if overlaps else 0.0
+    seconds["data parallel"] = max(0.0, gradients - hidden) + max(0.0, gathers - overlapped)
     there, back, step = _launches(args, parts, layout.recomputed_share(slowest), device.gpu)
     phases = repeated([(there, forward.total()), (back, backward.total())], layout.microbatches)
     if device.accumulate:
@@ -215,17 +214,17 @@ def _launches(
     forward = backward = tensors = 0.0
     for part, number in parts.items():
         experts = part.experts
-        tensors += number * experts * _TENSORS[part.kind]
-        if args.cuda_graph_impl != "none" and part.kind != "experts":
+        tensors += number * experts * _TENSORS[part.name]
+        if args.cuda_graph_impl != "none" and part.name != "experts":
             continue
         linears = sum(_quantized_us(linear, gpu) for linear in part.linears)
         times = experts
-        if args.moe_grouped_gemm and part.kind == "experts":
+        if args.moe_grouped_gemm and part.name == "experts":
             times = 1
             linears += experts * len(part.linears) * gpu["host_us.expert"]
         there = back = 1 if args.tensor_model_parallel_size > 1 else 0
         if there and args.sequence_parallel:
-            # Codes and scales travel apart.
+            # Codes and scales are gathered separately.
             there = 3 if part.first.precision.quantized else 2
             back = there + 1
         for_each = gpu["host_us.collective"]

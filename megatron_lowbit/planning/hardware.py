@@ -15,7 +15,7 @@ SCANS = ("mamba-ssm", "mamba-ssm-scan", "torch")
 
 
 class Figure(NamedTuple):
-    """A number, and where it comes from: measured, data sheet, published or estimate, and more."""
+    """A number and its source: measured, data sheet, published or estimate, with details."""
 
     value: float
     source: str
@@ -30,7 +30,7 @@ class GPU:
     figures: Mapping[str, Figure]
 
     def __getitem__(self, key: str) -> float:
-        """Return a figure's value, in the unit that ``hardware.yaml`` says."""
+        """Return a figure's value, in the unit of ``hardware.yaml``."""
         return self.figures[key].value
 
 
@@ -41,20 +41,20 @@ def _table() -> dict[str, dict[str, Any]]:
     return table
 
 
-def kinds() -> list[str]:
-    """Return the GPUs that the table has."""
+def gpu_names() -> list[str]:
+    """Return the names of the GPUs in the table."""
     return list(_table())
 
 
 @cache
-def gpu(kind: str) -> GPU:
-    """Return the GPU of that name, with figures of the GPU that it is like.
+def gpu(gpu_name: str) -> GPU:
+    """Return the GPU of that name, with the figures of a similar GPU where it has none.
 
-    Raises UserError for one that the table lacks.
+    Raises UserError for a name that the table lacks.
     """
-    if kind not in _table():
-        raise UserError(f"--gpu {kind}: not in the table, use {', '.join(_table())}")
-    row = _table()[kind]
+    if gpu_name not in _table():
+        raise UserError(f"--gpu {gpu_name}: not in the table, use {', '.join(_table())}")
+    row = _table()[gpu_name]
     figures: dict[str, Figure] = {}
     if "like" in row:
         figures = {

@@ -1,4 +1,4 @@
-"""Layouts of a model over GPUs: which there are, and the training arguments that ask for one."""
+"""Layouts of a model over GPUs, and the training arguments that ask for each."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -30,16 +30,16 @@ _LARGEST_BATCH = 16
 _MOST_LAYERS = 1024
 """Layers of a model whose layouts are searched: their number grows with it."""
 _PARTLY = (0.25, 0.5)
-"""Shares of a stage's layers that are worth recomputing, apart from none and all of them."""
+"""Shares of a stage's layers that are tried for recomputation, in addition to none and all."""
 
 
 class Layout(NamedTuple):
     """Ranks of each kind of parallelism, sequences of a microbatch, layers of each model chunk.
 
     ``virtual``: model chunks on a rank of each pipeline stage, 1 without interleaving.
-    ``microbatches``: those of one replica in a step. ``recomputed``: layers that are recomputed in
-    each chunk, if it has as many. ``chunks``: layers of each chunk; chunk ``i`` is on stage
-    ``i % pipeline``.
+    ``microbatches``: microbatches of one replica in a step. ``recomputed``: layers that are
+    recomputed in each chunk, if it has as many. ``chunks``: layers of each chunk; chunk ``i`` is on
+    stage ``i % pipeline``.
     """
 
     tensor: int
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 
     @property
     def recompute(self) -> str:
-        """None, all, or how many of the layers of the stage that recomputes most."""
+        """None, all, or the number of recomputed layers of the stage with the most."""
         if self.recomputed == 0:
             return "-"
         stage = max(range(self.pipeline), key=self.recomputed_layers)
@@ -116,7 +116,7 @@ def layout_of(args: Namespace, gpus: int) -> Layout:
         f"{args.micro_batch_size} x {data} data-parallel ranks",
     )
     chunks = model_chunks(args)
-    # "selective" recomputes only attention, which keeps no scores here: as if nothing were.
+    # "selective" recomputes only attention, which keeps no scores here: nothing is saved by it.
     recomputed = 0
     if args.recompute_granularity == "full":
         uniform = args.recompute_method == "uniform"

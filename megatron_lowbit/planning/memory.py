@@ -1,8 +1,8 @@
-"""Memory of one rank: what stays, what forward keeps for backward, and the peak of a step.
+"""Memory of one rank: weights and optimizer, tensors kept for backward, and the peak of a step.
 
-What forward keeps follows the table of arXiv 2205.05198 with other entries: attention keeps no
-scores, RoPE nothing of a query, the activation only its input, a quantized linear layer codes and
-scales of its input. The tests count what autograd saves.
+Tensors kept for backward follow the table of arXiv 2205.05198 with other entries: attention keeps
+no scores, RoPE nothing of a query, the activation only its input, a quantized linear layer the
+codes and scales of its input. The tests count the tensors that autograd saves.
 """
 
 from argparse import Namespace
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.plan import Moment, Saved, Source
-from megatron_lowbit.planning.compute import gradient_bytes, weight_gradient_bytes
+from megatron_lowbit.planning.compute import gradient_bytes, packed_bytes, weight_gradient_bytes
 from megatron_lowbit.planning.device import BF16, EXACT, FP32, Device, operand_bytes
 from megatron_lowbit.planning.hardware import SCANS
 from megatron_lowbit.planning.layouts import Layout
@@ -33,19 +33,19 @@ _SCAN_CHUNK = 128
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank at its peak, by what they are of, and which moment that is."""
+    """Bytes of one rank at its peak, by content, and the moment of the peak."""
 
     parts: dict[str, float]
     moment: str
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes in all."""
         return sum(self.parts.values())
 
 
 def state(args: Namespace, count: Parameters) -> Amounts:
-    """Return bytes of weights, gradients and optimizer: 18 per parameter, 12 of them sharded.
+    """Return bytes of weights, gradients and optimizer: 18 per parameter, of which 12 are sharded.
 
     Each parameter is BF16 (megatron-core's Float16Module), with an FP32 main parameter and two
     moments. The precision-aware optimizer keeps moments in the given formats, and of an FP32 main
@@ -76,7 +76,7 @@ def saved_parameter_bytes(args: Namespace, parts: Counter[Part]) -> float:
         for linear in part.linears:
             quantizer = linear.precision.fprop.rhs
             if quantizer and stores_codes(args, linear) and linear.precision.weight_in_one_set:
-                each = BF16 - quantizer.format.bits_per_element / 8
+                each = BF16 - packed_bytes(quantizer)
                 saved += number * part.experts * each * linear.weights
     return saved
 
@@ -179,7 +179,7 @@ def quantized_weight_bytes(
     plan = linear.precision.plan()
     weights = [plan[gemm, Role.WEIGHT] for gemm in (Gemm.FPROP, Gemm.DGRAD)]
     fprop, dgrad = (
-        linear.weights * weight.quantizer.format.bits_per_element / 8 if weight.quantizer else 0.0
+        linear.weights * packed_bytes(weight.quantizer) if weight.quantizer else 0.0
         for weight in weights
     )
     source = weights[1].source
@@ -190,7 +190,7 @@ def quantized_weight_bytes(
 
 
 def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Amounts:
-    """Return the bytes, by what they are of, that one part keeps of a microbatch on one rank.
+    """Return the bytes, by content, that one part keeps of a microbatch on one rank.
 
     ``scan`` is one of ``SCANS``.
     """
@@ -199,21 +199,21 @@ def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Amoun
     # A norm keeps its input, and one or two FP32 numbers per token.
     numbers = 2 if args.normalization == "LayerNorm" else 1
     kept = Amounts(norms=local * (args.hidden_size * BF16 + 4 * numbers))
-    if part.kind == "experts":
+    if part.name == "experts":
         # The router's input and, for each choice, index, weight and place of the token.
         kept["routing"] = local * args.hidden_size * BF16 + rows * 40
         kept["linear inputs"] = _saved_input(part.first, rows)
     else:
         kept["linear inputs"] = _saved_input(part.first, local, args.sequence_parallel)
-    if part.kind == "attention":
+    if part.name == "attention":
         kept["attention"] = _attention(args, tokens)
-    elif part.kind == "mamba":
+    elif part.name == "mamba":
         kept["scan"] = _scan(args, tokens, scan)
     else:
         kept["activation"] = _activation(args, part, rows)
     if not _reuses_input(args, part):
         kept["linear inputs"] += _saved_input(part.second, rows)
-    if args.hidden_dropout > 0 and part.kind != "mamba":
+    if args.hidden_dropout > 0 and part.name != "mamba":
         kept["dropout masks"] = local * args.hidden_size
     return kept
 
@@ -231,7 +231,7 @@ def _bytes_of_codes(linear: Linear, split_tokens: int = 0) -> float | None:
     saved = plan[Gemm.FPROP, Role.INPUT] if wgrad.saved is Saved.FPROP else wgrad
     if wgrad.saved is Saved.TENSOR or saved.quantizer is None:
         return None
-    return saved.quantizer.format.bits_per_element / 8
+    return packed_bytes(saved.quantizer)
 
 
 def _reuses_input(args: Namespace, part: Part) -> bool:
@@ -239,7 +239,7 @@ def _reuses_input(args: Namespace, part: Part) -> bool:
 
     A Transformer Engine layer quantizes it again for wgrad, unless attention is recomputed.
     """
-    if part.kind != "attention":
+    if part.name != "attention":
         return False
     # Megatron-LM recomputes attention where no module is named.
     modules = args.recompute_modules or ["core_attn"]
@@ -270,7 +270,7 @@ def _activation(args: Namespace, part: Part, rows: int) -> float:
     """
     size = 1 if args.activation_func_fp8_input_store else BF16
     outputs, inputs = part.first.outputs, part.second.inputs
-    if part.kind == "experts":
+    if part.name == "experts":
         # Fused, the token's weight goes with it; unfused it multiplies the activation.
         fused = args.swiglu and not args.add_bias_linear
         return rows * ((outputs if fused else outputs + inputs) * size + 4)
@@ -283,7 +283,7 @@ def _scan(args: Namespace, tokens: int, scan: str) -> float:
     """Return the bytes that convolution, scan and gated norm keep, by which scan runs.
 
     mamba-ssm 2.2 fused with its convolution keeps the output of in_proj and the ungated output; its
-    scan alone copies of its inputs and the sums of log decays; torch's every FP32 tensor.
+    separate scan keeps copies of its inputs and the sums of log decays; torch's every FP32 tensor.
     """
     heads, inner, convolved = mixer(args)
     states, length = int(args.mamba_state_dim), int(args.seq_length)
@@ -296,6 +296,6 @@ def _scan(args: Namespace, tokens: int, scan: str) -> float:
         copies = (convolved + inner + heads) * BF16  # x, B, C; z; dt
         return tokens * (convolution + copies + inner * BF16 + 4 * heads + normed)
     chunk = min(_SCAN_CHUNK, length)
-    numbers = 9 * inner + 6 * heads * states + 3 * heads * chunk + 3 * heads
+    numbers: float = 9 * inner + 6 * heads * states + 3 * heads * chunk + 3 * heads
     numbers += 2 * inner * states / chunk  # the states of each chunk, in and out
     return tokens * (convolution + 4 * numbers)

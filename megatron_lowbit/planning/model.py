@@ -1,8 +1,8 @@
 """Parts of a model, with two linear layers each, and its parameters, from training's arguments.
 
-A GPT layer is an attention and an MLP (or experts), a block of a hybrid one part. Sizes are those
-on one tensor-parallel rank, which has its share of a first linear layer's outputs and of a second
-one's inputs.
+A GPT layer is two parts, an attention and an MLP (or experts); a block of a hybrid is one part.
+Sizes are per tensor-parallel rank, which has its share of the outputs of a first linear layer and
+of the inputs of a second.
 """
 
 from argparse import Namespace
@@ -71,7 +71,7 @@ class Part(NamedTuple):
     ``experts`` run one after another on a rank; each token chooses ``topk`` of all.
     """
 
-    kind: str
+    name: str
     first: Linear
     second: Linear
     experts: int = 1
@@ -79,12 +79,12 @@ class Part(NamedTuple):
 
     @property
     def linears(self) -> tuple[Linear, Linear]:
-        """Both linear layers; of experts, those of each."""
+        """Both linear layers; for experts, the linear layers of each expert."""
         return self.first, self.second
 
 
 class Mixer(NamedTuple):
-    """Sizes of a Mamba-2 mixer on one rank: heads, their channels, those of the convolution."""
+    """Sizes of a Mamba-2 mixer on one rank: heads, their channels, the convolution's channels."""
 
     heads: int
     inner: int
@@ -92,7 +92,7 @@ class Mixer(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Parameters of one rank, and how many of ``all`` are the ``experts``'."""
+    """Parameters of one rank, and how many of ``all`` belong to ``experts``."""
 
     all: int
     experts: int
@@ -110,7 +110,7 @@ def mixer(args: Namespace) -> Mixer:
 def stages(
     args: Namespace, recipe: Recipe, pipeline: int = 1, chunks: Sequence[int] = ()
 ) -> list[Counter[Part]]:
-    """Count the parts of each kind that the ranks of each pipeline stage have.
+    """Count the parts that the ranks of each pipeline stage have.
 
     Equal stages are the same object. ``chunks``: layers of each model chunk (default: one chunk for
     each stage, all equal).
@@ -118,33 +118,33 @@ def stages(
     chunks = chunks or [args.num_layers // pipeline] * pipeline
     stage_of = [chunk % pipeline for chunk, size in enumerate(chunks) for _ in range(size)]
     counts: list[Counter[Part]] = [Counter() for _ in range(pipeline)]
-    for block, kind in _kinds(args):
-        outputs, inputs = _widths(args, kind)
-        first, second = map(recipe.precision_for, _layers(args, block, kind))
+    for block, name in _blocks(args):
+        outputs, inputs = _widths(args, name)
+        first, second = map(recipe.precision_for, _layers(args, block, name))
         part = Part(
-            kind,
+            name,
             Linear(args.hidden_size, outputs, first),
             Linear(inputs, args.hidden_size, second),
-            args.num_experts // args.expert_model_parallel_size if kind == "experts" else 1,
-            args.moe_router_topk if kind == "experts" else 1,
+            args.num_experts // args.expert_model_parallel_size if name == "experts" else 1,
+            args.moe_router_topk if name == "experts" else 1,
         )
         counts[stage_of[block]][part] += 1
     return [counts[counts.index(parts)] for parts in counts]
 
 
 def layers(args: Namespace) -> list[Layer]:
-    """Return the linear layers as a recipe's rules see them; of each layer's experts the first."""
-    return [layer for block, kind in _kinds(args) for layer in _layers(args, block, kind)]
+    """Return the linear layers for a recipe's rules, with the first expert of each layer."""
+    return [layer for block, name in _blocks(args) for layer in _layers(args, block, name)]
 
 
-def _layers(args: Namespace, block: int, kind: str) -> list[Layer]:
+def _layers(args: Namespace, block: int, name: str) -> list[Layer]:
     return [
-        Layer(f"decoder.layers.{block}.{name}", block, args.num_layers) for name in _PATHS[kind]
+        Layer(f"decoder.layers.{block}.{path}", block, args.num_layers) for path in _PATHS[name]
     ]
 
 
-def _kinds(args: Namespace) -> Iterator[tuple[int, str]]:
-    """Yield block number and kind of every part, in order."""
+def _blocks(args: Namespace) -> Iterator[tuple[int, str]]:
+    """Yield block number and name of every part, in order."""
     if args.hybrid_layer_pattern is not None:
         symbols = args.hybrid_layer_pattern.replace("|", "")
         yield from enumerate(BLOCKS[symbol] for symbol in symbols)
@@ -156,16 +156,16 @@ def _kinds(args: Namespace) -> Iterator[tuple[int, str]]:
         yield block, "experts" if args.num_experts is not None and routed else "mlp"
 
 
-def _widths(args: Namespace, kind: str) -> tuple[int, int]:
+def _widths(args: Namespace, name: str) -> tuple[int, int]:
     """Return the outputs of a part's first linear layer and the inputs of its second."""
-    if kind == "mamba":
+    if name == "mamba":
         sizes = mixer(args)
         return sizes.inner + sizes.convolved + sizes.heads, sizes.inner
-    if kind == "attention":
+    if name == "attention":
         inputs = args.num_attention_heads * args.kv_channels
         outputs = inputs + 2 * query_groups(args) * args.kv_channels
     else:
-        inputs = (kind == "experts" and args.moe_ffn_hidden_size) or args.ffn_hidden_size
+        inputs = (name == "experts" and args.moe_ffn_hidden_size) or args.ffn_hidden_size
         outputs = inputs * (2 if is_gated(args) else 1)
     tensor = args.tensor_model_parallel_size
     return outputs // tensor, inputs // tensor
@@ -244,20 +244,20 @@ def parameters(
         total += norm + (0 if tied_here else table)
     for part, count in parts.items():
         # A mixer's linear layers never have biases.
-        biased = args.add_bias_linear and part.kind != "mamba"
-        biased_qkv = biased or (part.kind == "attention" and args.add_qkv_bias)
+        biased = args.add_bias_linear and part.name != "mamba"
+        biased_qkv = biased or (part.name == "attention" and args.add_qkv_bias)
         each = part.first.weights + part.first.outputs * biased_qkv
         each = part.experts * (each + part.second.weights + part.second.outputs * biased)
-        if part.kind == "experts":
+        if part.name == "experts":
             experts += count * each
             each += args.num_experts * (args.hidden_size + args.add_bias_linear)
-        if part.kind == "attention" and args.qk_layernorm:
+        if part.name == "attention" and args.qk_layernorm:
             each += 2 * norm // args.hidden_size * args.kv_channels
-        if part.kind == "attention" and args.softmax_type == "learnable":
+        if part.name == "attention" and args.softmax_type == "learnable":
             each += args.num_attention_heads // args.tensor_model_parallel_size
         if args.sandwich_norm:
             each += norm
-        if part.kind == "mamba":
+        if part.name == "mamba":
             # Convolution with bias; dt_bias, A_log and D of each head; the gated norm.
             sizes = mixer(args)
             each += sizes.convolved * (CONVOLUTION + 1) + 3 * sizes.heads + sizes.inner

@@ -12,7 +12,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics.precision import GemmPrecision, side
 from megatron_lowbit.planning.device import BLACKWELL, EXACT, FOLDED, GIB, Device
 from megatron_lowbit.planning.estimate import BUBBLE, Estimate, padded_vocabulary
-from megatron_lowbit.planning.hardware import gpu, kinds
+from megatron_lowbit.planning.hardware import gpu, gpu_names
 from megatron_lowbit.planning.model import parameters
 from megatron_lowbit.planning.search import MOST_GPUS, Plan, changes, enough_gpus, plan_run
 from megatron_lowbit.planning.training_arguments import TrainingArguments
@@ -28,8 +28,8 @@ _ASSUMED = "h200"
 def report(runs: Sequence[Plan], top: int, figures: bool) -> Iterator[str | Table]:
     """Yield the plan of a run under one recipe, or the fastest layout under each of several.
 
-    ``top``: number of layouts to show. ``figures``: show those of the GPU and their sources. Raises
-    UserError where no layout fits, under any of the recipes.
+    ``top``: number of layouts to show. ``figures``: show the GPU's figures and their sources.
+    Raises UserError where no layout fits, under any of the recipes.
     """
     if not any(run.ranked for run in runs):
         raise UserError(_too_large(runs))
@@ -57,13 +57,15 @@ def advice(runs: Sequence[Plan]) -> Iterator[str]:
     yield from _command(max(fitting, key=lambda run: run.best.tokens_per_second))
 
 
-def describe_plan(training: Sequence[str], gpus: int, kind: str, why: str) -> Iterator[str | Table]:
+def describe_plan(
+    training: Sequence[str], gpus: int, gpu_name: str, why: str
+) -> Iterator[str | Table]:
     """Yield tables of the memory and time of a run, or the reason why there are none.
 
-    ``training``: arguments as given. ``kind`` and ``why``: as :func:`planned_gpu` returns them.
+    ``training``: arguments as given. ``gpu_name`` and ``why``: as :func:`planned_gpu` returns them.
     """
     try:
-        run = plan_run(training, kind, gpus, as_given=True)
+        run = plan_run(training, gpu_name, gpus, as_given=True)
     except UserError as error:
         yield f"memory and time are not planned: {error}"
         return
@@ -73,16 +75,16 @@ def describe_plan(training: Sequence[str], gpus: int, kind: str, why: str) -> It
     yield from routing_notes(run)
 
 
-def planned_gpu(kind: str | None) -> tuple[str, str]:
+def planned_gpu(name: str | None) -> tuple[str, str]:
     """Return the kind of GPU to plan for, and why: it is given, this machine's, or assumed.
 
     Raises UserError for a kind without figures.
     """
-    if kind is not None:
-        gpu(kind)
-        return kind, "as --gpu asks"
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    here = next((known for known in kinds() if known.upper() in name), None)
+    if name is not None:
+        gpu(name)
+        return name, "as --gpu asks"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    here = next((known for known in gpu_names() if known.upper() in device), None)
     return (here, "this machine's") if here else (_ASSUMED, "assumed, --gpu names another")
 
 
@@ -90,9 +92,9 @@ def heading(run: Plan) -> str:
     """Describe the model, its vocabulary as one process pads it, and the cluster in a line."""
     args, padded = run.args, padded_vocabulary(run.args, run.vocabulary, 1)
     size = parameters(args, run.parts, padded).all
-    kind = "hybrid" if args.hybrid_layer_pattern else "GPT"
+    model = "hybrid" if args.hybrid_layer_pattern else "GPT"
     return (
-        f"{kind} of {args.num_layers} layers, {size:,} parameters, vocabulary {padded:,}, "
+        f"{model} of {args.num_layers} layers, {size:,} parameters, vocabulary {padded:,}, "
         f"{args.seq_length} tokens a sequence; {run.gpus} x {run.device.gpu.name}"
     )
 

@@ -29,18 +29,18 @@ _CHANGES = (
 """Arguments outside a layout that change memory or time."""
 _A_TENTH = 0.1
 _NEARLY = 1.3
-"""Memory, of what a GPU has, of layouts that an argument may make fit."""
+"""Memory, relative to a GPU's, up to which an argument may make a layout fit."""
 
 
 class Plan(NamedTuple):
     """Estimates of a run under one recipe.
 
     Attributes:
-        training: arguments of the run, without those of a layout if layouts were searched.
-        gpus: all of them.
+        training: arguments of the run, without the arguments of a layout if layouts were searched.
+        gpus: number of GPUs.
         as_given: only the layout of the arguments was planned.
         args: arguments of the run on one GPU.
-        parts: those of the whole model, on one GPU.
+        parts: parts of the full model, on one GPU.
         vocabulary: the tokenizer's size, without padding.
         estimates: of every layout.
         refused: number of divisions of the GPUs that training refuses.
@@ -87,16 +87,16 @@ def _fastest_first(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def plan_run(
-    words: Sequence[str], kind: str, gpus: int, gpus_per_node: int = 8, as_given: bool = False,
+    words: Sequence[str], gpu_name: str, gpus: int, gpus_per_node: int = 8, as_given: bool = False,
     scan: str = SCANS[0], tokens: float | None = None,
 ) -> Plan:  # fmt: skip
     """Estimate the layouts of a run under the recipe of its arguments ``words``.
 
-    ``kind``: a name of :func:`gpu`. ``as_given``: only the layout that the arguments ask for.
-    ``tokens``: those of the whole run (default: those of the arguments). Raises UserError for an
+    ``gpu_name``: a name of :func:`gpu`. ``as_given``: only the layout that the arguments ask for.
+    ``tokens``: tokens of the run (default: from the arguments). Raises UserError for an
     argument that is wrong.
     """
-    figures, training = gpu(kind), TrainingArguments(words)
+    figures, training = gpu(gpu_name), TrainingArguments(words)
     if as_given:
         args = training.parse(gpus)
         check_plannable(args)
@@ -179,8 +179,8 @@ def enough_gpus(run: Plan) -> int | None:
 def changes(run: Plan) -> Iterator[str]:
     """Yield a line for each argument that changes speed or memory of the best layout by a tenth.
 
-    The speed is that of the fastest layout with the argument, of those that were best for their
-    numbers of ranks without it; or of the layout as given.
+    The layouts tried are the best ones without the argument for each division of the ranks, or the
+    layout as given; the fastest of them counts.
     """
     before, others = run.best, _representatives(run)
     more = [] if run.as_given else ["--micro-batch-size", "1"]

@@ -1,7 +1,7 @@
 """Training's arguments of a run on another machine, parsed once for many layouts.
 
-Megatron-LM's own parser and validation read them, as they would on that machine: nothing is adapted
-to this machine, no global variable is set and no file is opened.
+The parser and validation of Megatron-LM read them as on that machine: nothing is adapted to this
+machine, no global variable is set and no file is opened.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from megatron_lowbit.errors import UserError, require
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
 _RECIPES = Machine(capability=None, transformer_engine=False)
-"""A machine without FP8 of Megatron-LM's own: its precision arguments are planned as recipes."""
+"""A machine without the FP8 of Megatron-LM, whose precision arguments are planned as recipes."""
 
 
 class TrainingArguments:
@@ -109,7 +109,7 @@ class TrainingArguments:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Print nothing of what Megatron-LM says about arguments and models."""
+    """Hide the messages of Megatron-LM about arguments and models."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -10,7 +10,7 @@ r"""Run studies, compare runs, and find the layers that a recipe hurts most.
     lowbit-study sensitivity --recipe nvfp4 --keep 0.15 --output mine.yaml \
         -- @examples/gpt-30m.args --load runs/bf16 --data-path data/text
 
-Arguments after -- are those of training.
+Arguments after -- are training arguments.
 """
 
 import argparse
@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         "--leave-out", type=float, metavar="ERRORS",
         help="start no further seeds of a run that is so many standard errors behind the best",
     )  # fmt: skip
-    run.add_argument("--keep-checkpoints", action="store_true", help="keep those of ended runs")
+    run.add_argument(
+        "--keep-checkpoints", action="store_true", help="keep the checkpoints of finished runs"
+    )
     run.set_defaults(start=_run)
 
     plan = commands.add_parser(
@@ -100,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
-    """Add what says which runs a study has, and where."""
+    """Add the arguments that name a study's runs and its folder."""
     parser.add_argument(
         "study", type=Path, nargs="?", metavar="STUDY.yaml",
         help="study file, such as those in examples/studies",
@@ -116,7 +118,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--seeds", nargs="+", type=int, metavar="N",
-        help="seeds of each run (default: those of the study file; of --recipes 1 and 2)",
+        help="seeds of each run (default: from the study file; 1 and 2 for --recipes)",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER",

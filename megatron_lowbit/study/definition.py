@@ -20,7 +20,7 @@ from megatron_lowbit.recipes.yaml_reader import read_text, read_yaml
 from megatron_lowbit.storage.files import TRACKER
 
 _STATE = "study.json"
-"""In a run's folder: its command, whether it has ended, and on what machine."""
+"""File in a run's folder with its command, its machine, and true if it has finished."""
 # lowbit-pretrain, whose script need not be on PATH; -P: modules of the folder stay out, as there.
 _PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()")
 
@@ -70,7 +70,7 @@ class Study(_Model):
 
     @property
     def names(self) -> list[str]:
-        """Names of all runs, those of branches last."""
+        """Names of all runs, the branches' last."""
         return [*self.runs, *(name for branch in self.branches.values() for name in branch.runs)]
 
 
@@ -92,7 +92,7 @@ class Job(NamedTuple):
 
 
 def read_study(file: Path) -> Study:
-    """Read a study. Raises UserError that names the file and the key where it is none."""
+    """Read a study. Raises UserError that names the file and the key if it is invalid."""
     text = read_text(file, f"study file {file}")
     with error_prefix(f"{file}: not YAML of a study: "):
         content = read_yaml(text)
@@ -105,7 +105,7 @@ def read_study(file: Path) -> Study:
 
 
 def study_of(recipes: Sequence[str], seeds: Sequence[int]) -> Study:
-    """Build the study of runs that differ in their recipe alone, the baseline first.
+    """Build the study of runs that differ only in their recipe, the baseline first.
 
     Raises UserError unless there are two recipes or more, of different names.
     """
@@ -203,7 +203,7 @@ def training_words(job: Job) -> list[str]:
 
 
 def is_finished(job: Job) -> bool:
-    """Return True if a run has ended well before.
+    """Return True if an earlier command has finished a run.
 
     Raises UserError if its folder is of another command, or of no study.
     """
@@ -242,7 +242,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def launch_command(job: Job) -> list[str]:
-    """Return a job's command with where it saves, and the checkpoint that it continues from."""
+    """Return a job's command with its folder and the checkpoint that it continues from."""
     load: list[str] = []
     if has_checkpoint(job.folder):
         load = ["--load", str(job.folder)]

@@ -1,4 +1,4 @@
-"""Runs a study's jobs as processes, some at once, and shows how far they are."""
+"""Run a study's jobs as processes, several at once, and show their progress."""
 
 import ctypes
 import math
@@ -44,14 +44,14 @@ class _Running(NamedTuple):
 
 
 Judge = Callable[[Sequence[Job]], tuple[str, set[str]]]
-"""Gives, of the finished jobs, what to print and the names whose other jobs are skipped."""
+"""Function from the finished jobs to a line to print and the names whose other jobs are skipped."""
 
 
 def run(
     jobs: Sequence[Job], gpus: Sequence[str | None], keep_checkpoints: bool, judge: Judge,
     minutes: float | None = None,
 ) -> list[Job]:  # fmt: skip
-    """Run what is not finished yet, and return what is finished.
+    """Run the jobs that are not finished, and return the finished ones.
 
     A run whose checkpoint is gone begins again where another is to begin from it. Interrupted, all
     runs stop with a checkpoint to resume from.
@@ -59,7 +59,7 @@ def run(
     Args:
         jobs: of the whole study.
         gpus: numbers of the GPUs that jobs see, or None; a job runs on each at once.
-        keep_checkpoints: keep those of runs that have ended, and from which no other begins.
+        keep_checkpoints: keep the checkpoints of finished runs from which no other begins.
         judge: asked whenever a run has finished; names that others begin from are not skipped.
         minutes: time after which runs stop; none is started that, as long as the longest so far,
             would not end before.
@@ -73,7 +73,7 @@ def run(
     finished = [job for job in finished if job.folder not in needed or has_checkpoint(job.folder)]
     left = [job for job in jobs if job not in finished]
     running: list[_Running] = []
-    failures: dict[Path, str] = {}
+    causes: dict[Path, str] = {}
     free = list(gpus)
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     longest = 0.0  # seconds of the longest run
@@ -82,7 +82,7 @@ def run(
         """Record that a run has ended, or the cause of its failure."""
         running.remove(ended)
         if ended.process.returncode:
-            failures[ended.job.folder] = _cause(ended)
+            causes[ended.job.folder] = _cause(ended)
             return
         mark(ended.job, finished=True)
         if not keep_checkpoints and ended.job.folder not in trunks:
@@ -99,7 +99,7 @@ def run(
             if line:
                 progress.console.print(line, highlight=False)
             left[:] = [job for job in left if job.name not in names or job.folder in trunks]
-            progress.update(bar, total=len(finished) + len(left) + len(running) + len(failures))
+            progress.update(bar, total=len(finished) + len(left) + len(running) + len(causes))
 
         try:
             compare()
@@ -112,7 +112,7 @@ def run(
                 if not running:
                     if not ready:
                         starts = ((job.folder, job.start) for job in left if job.start)
-                        failures |= {folder: f"{start.folder} failed" for folder, start in starts}
+                        causes |= {folder: f"{start.folder} failed" for folder, start in starts}
                     break
                 time.sleep(_POLL_SECONDS)
                 if time.monotonic() >= end:
@@ -141,13 +141,13 @@ def run(
     unfinished = len(left) + len(running) if minutes else 0
     if unfinished:
         say(f"{unfinished} runs are left; the same command continues with them", file=sys.stderr)
-    if failures:
+    if causes:
         folders: dict[str, list[str]] = {}
-        for folder, cause in failures.items():
+        for folder, cause in causes.items():
             folders.setdefault(cause, []).append(str(folder))
-        causes = "; ".join(f"{', '.join(names)}: {cause}" for cause, names in folders.items())
-        count = f"{len(failures)} of {len(jobs)} runs failed"
-        raise TrainingError(f"{count} (see {_LOG} in the folder): {causes}")
+        text = "; ".join(f"{', '.join(names)}: {cause}" for cause, names in folders.items())
+        count = f"{len(causes)} of {len(jobs)} runs failed"
+        raise TrainingError(f"{count} (see {_LOG} in the folder): {text}")
     if not keep_checkpoints and not unfinished:
         for folder in trunks:
             _remove_checkpoints(folder)
@@ -185,7 +185,7 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def _cause(ended: _Running) -> str:
-    """Return why a run failed: the last error of its log, or the signal that ended it."""
+    """Return the cause of a failure: the log's last error, or the signal that ended the run."""
     code = ended.process.returncode
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"

@@ -19,7 +19,7 @@ class Pace(NamedTuple):
     def seconds(self, at_once: int, start_up: float) -> float:
         """Return the seconds of a run, with ``start_up`` until the first iteration.
 
-        Of as many runs ``at_once`` on the GPU the others use it while one waits for the CPU.
+        While one of the ``at_once`` runs on a GPU waits for the CPU, the others use the GPU.
         """
         return start_up + self.iterations * max(self.step, at_once * self.busy)
 
@@ -47,13 +47,13 @@ def pace_of(job: Job, gpu: str) -> Pace:
 
 
 def commands_of(
-    jobs: Sequence[Job], seconds: Callable[[Job], float], places: int, limit: float
+    jobs: Sequence[Job], seconds: Callable[[Job], float], slots: int, limit: float
 ) -> list[list[Job]]:
     """Divide jobs among commands of ``limit`` seconds, in their order.
 
-    A job starts at the first of ``places`` that is free if it ends in time; if not, no later job
+    A job starts at the first of ``slots`` that is free if it ends in time; if not, no later job
     starts in that command, as ``lowbit-study run --minutes`` does it. A job that takes longer than
-    a command has one alone: it continues from its checkpoint.
+    a command gets a command of its own and continues from its checkpoint.
     """
     commands: list[list[Job]] = []
     free: list[float] = []
@@ -61,7 +61,7 @@ def commands_of(
         ends = min(free, default=limit) + seconds(job)
         if ends > limit:
             commands.append([])
-            free = [0.0] * places
+            free = [0.0] * slots
             ends = seconds(job)
         commands[-1].append(job)
         free.remove(min(free))
@@ -70,7 +70,7 @@ def commands_of(
 
 
 def described(
-    jobs: Sequence[Job], gpu: str, places: int, at_once: int, minutes: float, start_up: float
+    jobs: Sequence[Job], gpu: str, slots: int, at_once: int, minutes: float, start_up: float
 ) -> Iterator[Table | str]:
     """Describe the time of each name's runs, and the commands for all runs that are left.
 
@@ -90,10 +90,10 @@ def described(
         cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{seconds[name] / 60:.1f}")
         table.add_row(name, str(pace.iterations), *cells, str(count))
     yield table
-    commands = commands_of(left, lambda job: seconds[job.name], places, 60 * minutes)
-    hours = sum(seconds[job.name] for job in left) / places / 3600
+    commands = commands_of(left, lambda job: seconds[job.name], slots, 60 * minutes)
+    hours = sum(seconds[job.name] for job in left) / slots / 3600
     yield (
-        f"{len(left)} of {len(jobs)} runs are left: {hours:.1f} hours on {places} places at least, "
+        f"{len(left)} of {len(jobs)} runs are left: {hours:.1f} hours on {slots} places at least, "
         f"{len(commands)} commands of {minutes:g} minutes"
     )
     for number, command in enumerate(commands, 1):

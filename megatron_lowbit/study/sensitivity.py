@@ -50,7 +50,7 @@ def rank_layers(
         recipe: name or file of the recipe to measure.
         batches: number of batches to measure.
         share: largest share of the weights to keep in BF16.
-        output: file of the recipe, or None for the table alone.
+        output: file of the recipe, or None for only the table.
         training: arguments of training, ``--load`` among them; its precision, schedule and
             ``--save`` are not used.
 

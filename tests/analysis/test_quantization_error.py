@@ -27,24 +27,24 @@ def numbers(sums) -> dict[str, float]:
 
 @pytest.fixture
 def operands():
-    draws = torch.Generator().manual_seed(2)
-    lhs = torch.randn(96, 128, generator=draws) * torch.rand(96, 1, generator=draws).exp()
+    random = torch.Generator().manual_seed(2)
+    lhs = torch.randn(96, 128, generator=random) * torch.rand(96, 1, generator=random).exp()
     lhs[3, 7], lhs[4, :32] = 90.0, 0.0
-    return lhs, torch.randn(64, 128, generator=draws)
+    return lhs, torch.randn(64, 128, generator=random)
 
 
 @pytest.mark.parametrize("gemm", GEMM_ROLES)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4-backward", "fp8-tile", "mxfp8"])
 def test_figures_by_their_definitions(operands, name, gemm):
     call = call_of(name)
-    found = figures(numbers(gemm_sums(call, gemm, *operands)))
+    measured = figures(numbers(gemm_sums(call, gemm, *operands)))
     tokens = 96 if gemm != "wgrad" else 128
     values = []
     for role, x in zip(GEMM_ROLES[gemm], operands, strict=True):
         request = call.request(gemm, role, tokens)
         if request is None:
             values.append(x.double())
-            assert f"{gemm}/{role}/sqnr_db" not in found
+            assert f"{gemm}/{role}/sqnr_db" not in measured
             continue
         wanted = x
         if request.hadamard is not None:
@@ -52,7 +52,7 @@ def test_figures_by_their_definitions(operands, name, gemm):
         wanted, got = wanted.double(), request.quantize(x).dequantize().double()
         values.append(got)
         noise = (got - wanted).square().sum() / wanted.square().sum()
-        seen = {k.rpartition("/")[2]: v for k, v in found.items() if f"{gemm}/{role}/" in k}
+        seen = {k.rpartition("/")[2]: v for k, v in measured.items() if f"{gemm}/{role}/" in k}
         assert seen["sqnr_db"] == pytest.approx(-10 * math.log10(noise), rel=1e-6)
         lost = ((got == 0) & (wanted != 0)).sum() / (wanted != 0).sum()
         assert seen["flushed"] == pytest.approx(float(lost))
@@ -62,19 +62,19 @@ def test_figures_by_their_definitions(operands, name, gemm):
             tops = wanted.unflatten(1, (-1, block)).abs().amax(-1)
             tops = tops[tops > 0].log2()
             assert seen["block_spread"] == pytest.approx(float(tops.std(correction=0)), rel=1e-6)
-    if not any(f"{gemm}/{role}/amax" in found for role in GEMM_ROLES[gemm]):
-        assert found == {}
+    if not any(f"{gemm}/{role}/amax" in measured for role in GEMM_ROLES[gemm]):
+        assert measured == {}
         return
     exact = operands[0].double() @ operands[1].double().t()
     error = (values[0] @ values[1].t() - exact).norm() / exact.norm()
-    assert found[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
+    assert measured[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "averis", "quartet2", "tetrajet2"])
 def test_errors_are_the_layers(name):
     """Also where a GEMM takes values of another one's operand, or quantizes them again."""
-    draws = torch.Generator().manual_seed(3)
-    x, weight, dy = (torch.randn(s, generator=draws) for s in ((96, 128), (64, 128), (96, 64)))
+    random = torch.Generator().manual_seed(3)
+    x, weight, dy = (torch.randn(s, generator=random) for s in ((96, 128), (64, 128), (96, 64)))
     x, call = (x + 1).requires_grad_(), call_of(name)
     weight.requires_grad_()
     y = lowbit_linear(x, weight, call)
@@ -83,10 +83,10 @@ def test_errors_are_the_layers(name):
     products = {"fprop": (x, weight, y.detach()), "dgrad": (dy, weight.t(), dx)}
     products["wgrad"] = dy.t(), x.t(), dw
     for gemm, (lhs, rhs, made) in products.items():
-        found = figures(numbers(gemm_sums(call, gemm, lhs, rhs)))
+        measured = figures(numbers(gemm_sums(call, gemm, lhs, rhs)))
         exact = lhs.double() @ rhs.double().t()
         error = (made - exact).norm() / exact.norm()
-        assert found[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
+        assert measured[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4-backward"])
@@ -94,14 +94,14 @@ def test_a_transform_fills_up_an_expert_s_tokens(operands, name):
     """An expert's tokens, here 61, are not a multiple of a block or of a transform."""
     lhs, rhs = (x[:, :61] for x in operands)
     call = call_of(name)
-    found = numbers(gemm_sums(call, Gemm.WGRAD, lhs, rhs))
+    measured = numbers(gemm_sums(call, Gemm.WGRAD, lhs, rhs))
     for role, x in (("grad", lhs), ("input", rhs)):
         request = call.request(Gemm.WGRAD, role, len(x))
         exact = hadamard_transform(x, request.hadamard, request.sign_key)
         block = request.quantizer.format.block
-        whole = torch.nn.functional.pad(exact, (0, -exact.shape[1] % block))
-        amaxes = whole.reshape(len(x), -1, block).abs().amax(-1)
-        assert found[f"wgrad/{role}/blocks"] == (amaxes > 0).sum()
+        full = torch.nn.functional.pad(exact, (0, -exact.shape[1] % block))
+        amaxes = full.reshape(len(x), -1, block).abs().amax(-1)
+        assert measured[f"wgrad/{role}/blocks"] == (amaxes > 0).sum()
 
 
 def test_saturated_values_are_those_beyond_the_largest(operands):
@@ -111,9 +111,11 @@ def test_saturated_values_are_those_beyond_the_largest(operands):
     made = call.request("fprop", "input", 96).quantize(x)
     scales = (made.scales.float() * made.tensor_scale).repeat_interleave(16, dim=1)
     beyond = (x.abs() > 6 * scales) & (scales > 0)
-    found = figures(numbers(gemm_sums(call, "fprop", *operands)))
+    measured = figures(numbers(gemm_sums(call, "fprop", *operands)))
     assert 0 < float(beyond.double().mean()) < 0.1
-    assert found["fprop/input/saturated"] == pytest.approx(float(beyond.double().mean()), rel=0.02)
+    assert measured["fprop/input/saturated"] == pytest.approx(
+        float(beyond.double().mean()), rel=0.02
+    )
 
 
 def test_sums_add_up(operands):
@@ -124,6 +126,6 @@ def test_sums_add_up(operands):
     for half in lhs.chunk(2):
         sums = numbers(gemm_sums(call, "fprop", half, rhs))
         add(total, {k: v for k, v in sums.items() if "/weight/" not in k})
-    whole = numbers(gemm_sums(call, "fprop", lhs, rhs))
-    whole = {k: v for k, v in whole.items() if "/weight/" not in k}
-    assert total == pytest.approx(whole, rel=1e-9)
+    full = numbers(gemm_sums(call, "fprop", lhs, rhs))
+    full = {k: v for k, v in full.items() if "/weight/" not in k}
+    assert total == pytest.approx(full, rel=1e-9)

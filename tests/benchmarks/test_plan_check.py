@@ -16,14 +16,14 @@ def in_the_root(monkeypatch):
 
 
 def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say():
-    found = check.cases(tiny=False)
-    assert len(found) == len({case.name for case in found}) == 22
-    for case in found:
+    every_case = check.cases(tiny=False)
+    assert len(every_case) == len({case.name for case in every_case}) == 22
+    for case in every_case:
         planned = page.planned(case.arguments, case.gpus, 4096, "h200", "torch")
         assert planned.gpus == case.gpus and planned.most_memory < 60 * 2**30
         layout = planned.layout
-        kind, count = (case.layout[:2], int(case.layout[2:])) if case.gpus > 1 else ("TP", 1)
-        assert {"TP": layout.tensor, "PP": layout.pipeline, "DP": layout.data}[kind] == count
+        dimension, count = (case.layout[:2], int(case.layout[2:])) if case.gpus > 1 else ("TP", 1)
+        assert {"TP": layout.tensor, "PP": layout.pipeline, "DP": layout.data}[dimension] == count
 
 
 def test_cases_run_and_are_not_repeated(monkeypatch, tmp_path):
@@ -51,7 +51,7 @@ def test_cases_run_and_are_not_repeated(monkeypatch, tmp_path):
     assert len(taken) == len(rows) + 1 and not any("error" in row for row in again)
 
 
-def test_the_page_is_renewed_between_its_markers_alone(monkeypatch, tmp_path):
+def test_the_page_is_renewed_only_between_its_markers(monkeypatch, tmp_path):
     monkeypatch.setattr(page, "CLUSTERS", {})
     for name in ("published", "short_steps", "long_steps"):
         monkeypatch.setattr(page, name, lambda *_: "")
@@ -93,7 +93,7 @@ def test_long_steps_stand_beside_their_plans(tmp_path):
     data = {"machine": {"gpu": "NVIDIA H200"}, "models": {}, "peak_tflops": 989, "rows": rows}
     (tmp_path / "flagship-h200.json").write_text(json.dumps(data))
     shown = page.long_steps(tmp_path).splitlines()[2:]
-    graphs, whole = (dict(enumerate(line.strip("| ").split(" | "))) for line in shown)
-    assert graphs[1] == "llama-8b-20 graphs fp8-tile" and whole[1] == "llama-8b-32 fp8-tile"
-    assert graphs[3] == whole[3] == "1000.0" and len(graphs) < len(whole) == 8
-    assert whole[6] == "100.00" and float(whole[7].rstrip("%")) == pytest.approx(10.7, abs=0.1)
+    graphs, full = (dict(enumerate(line.strip("| ").split(" | "))) for line in shown)
+    assert graphs[1] == "llama-8b-20 graphs fp8-tile" and full[1] == "llama-8b-32 fp8-tile"
+    assert graphs[3] == full[3] == "1000.0" and len(graphs) < len(full) == 8
+    assert full[6] == "100.00" and float(full[7].rstrip("%")) == pytest.approx(10.7, abs=0.1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import MODEL, change_args, losses, train
+from training_runs import MODEL, change_args, losses, model_tensors, train
 
 from megatron_lowbit.checkpoints.command import main as checkpoint_main
 from megatron_lowbit.checkpoints.reader import CheckpointReader, chosen_iterations, open_checkpoint
@@ -27,22 +27,13 @@ def saved(tmp_path_factory) -> Path:
     return folder
 
 
-def everything(path: Path) -> dict[str, torch.Tensor]:
-    """Return the model's tensors."""
-    tensors = CheckpointReader(path)
-    return {
-        key: tensors.read_part(key, [0] * len(entry.size), entry.size)
-        for key, entry in tensors.model.items()
-    }
-
-
 def test_the_average(saved, tmp_path, capsys):
     """FP32 means of the model, for --finetune and for Hugging Face's format."""
     mean_folder = tmp_path / "mean"
     checkpoint_main(["average", str(saved), str(mean_folder), "--last", "2"])
     assert "the mean of iterations 2, 4" in capsys.readouterr().out
     paths = [saved / "iter_0000002", saved / "iter_0000004", mean_folder / "iter_0000004"]
-    first, last, mean = map(everything, paths)
+    first, last, mean = map(model_tensors, paths)
     assert mean.keys() == last.keys()
     assert all(torch.equal(t, (first[key] + last[key]) / 2) for key, t in mean.items())
     assert not torch.equal(mean["output_layer.weight"], last["output_layer.weight"])
@@ -73,7 +64,7 @@ def test_training_loads_the_average(saved, tmp_path, how):
         assert losses(tmp_path / "tuned")[1] < losses(saved)[1]
 
 
-def test_what_cannot_be_averaged_is_refused(saved, tmp_path):
+def test_checkpoints_that_cannot_be_averaged_are_refused(saved, tmp_path):
     mixed = tmp_path / "mixed"
     for last, named, message in (
         (3, [], "holds 2 complete"),
@@ -104,17 +95,17 @@ def test_what_cannot_be_averaged_is_refused(saved, tmp_path):
 def test_inspection(saved, tmp_path, capsys):
     """The newest of a run, one iteration, and Hugging Face's folder."""
     to_hugging_face(saved, tmp_path / "converted", vocab_size=512)
-    found = {}
+    descriptions = {}
     for name, path in (
         ("newest", saved),
         ("second", saved / "iter_0000002"),
         ("converted", tmp_path / "converted"),
     ):
         checkpoint_main(["inspect", str(path), "--json"])
-        found[name] = json.loads(capsys.readouterr().out)
-    newest = found["newest"]
-    assert [found[name]["iteration"] for name in found] == [4, 2, None]
-    assert len({found[name]["parameters"] for name in found}) == 1
+        descriptions[name] = json.loads(capsys.readouterr().out)
+    newest = descriptions["newest"]
+    assert [descriptions[name]["iteration"] for name in descriptions] == [4, 2, None]
+    assert len({descriptions[name]["parameters"] for name in descriptions}) == 1
     assert newest["model"]["hidden_size"] == newest["args"]["hidden_size"] == 64
     assert "num_experts" not in newest["model"] and "num_experts" in newest["args"]
     assert newest["recipes"] == ["fp8-delayed"]
@@ -147,7 +138,7 @@ def test_verification(saved, tmp_path, capsys):
         checkpoint_main(["verify", str(damaged)])
 
 
-def test_checkpoints_of_megatron_lm_alone(saved, tmp_path):
+def test_checkpoints_of_stock_megatron_lm(saved, tmp_path):
     """Without lowbit.json, and under the name that other converters give."""
     plain = tmp_path / "plain"
     shutil.copytree(saved / "iter_0000004", plain / "release")

@@ -110,8 +110,8 @@ def goes_on(folder: Path) -> None:
 
 
 PASSES = {
-    f"{kind}: {name}"
-    for kind, names in {
+    f"{document}: {name}"
+    for document, names in {
         "common": ("position []", "recipe 5", "averaged 5", "group max_lr None"),
         "metadata": ("planner_data 'x'", "chunks twice", "dtype torch.bits8"),
     }.items()
@@ -157,11 +157,11 @@ def test_commands_end_in_a_result_or_one_line(trained, tmp_path, capsys, name, r
 
 
 @contextmanager
-def ignored(kind: type[Exception], text: str) -> Iterator[None]:
+def ignored(exception: type[Exception], text: str) -> Iterator[None]:
     """Ignore an exception whose message has this text."""
     try:
         yield
-    except kind as error:
+    except exception as error:
         assert text in str(error)
 
 

@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_models import SIZES, make_model
+
+from megatron_lowbit.conversion.convert import to_megatron
+from megatron_lowbit.errors import UserError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -51,3 +55,11 @@ def write_llama(
     index = {"weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return max(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def refused(source: Path, message: str, convert=to_megatron, *rest) -> None:
+    """Check that a conversion is refused with this message in one line, and leaves nothing."""
+    with pytest.raises(UserError, match=message) as caught:
+        convert(source, source.parent / "out", *rest)
+    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 600
+    assert [path.name for path in source.parent.iterdir()] == [source.name]

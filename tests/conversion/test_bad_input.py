@@ -6,12 +6,11 @@ import shutil
 
 import pytest
 import torch
-from small_llama import CONFIG, write_llama
+from small_llama import CONFIG, refused, write_llama
 from training_runs import change_args
 
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
-from megatron_lowbit.errors import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -29,15 +28,6 @@ def checkpoint(source, tmp_path):
     to_megatron(source, tmp_path / "checkpoint")
     shutil.rmtree(source)
     return tmp_path / "checkpoint"
-
-
-def refused(source, message: str, convert=to_megatron, *rest) -> None:
-    """Check that the one line has this, and that nothing is left."""
-    parent = source.parent
-    with pytest.raises(UserError, match=message) as caught:
-        convert(source, parent / "out", *rest)
-    assert len(str(caught.value).splitlines()) == 1
-    assert [path.name for path in parent.iterdir()] == [source.name]
 
 
 def test_a_missing_file(source):

@@ -196,14 +196,14 @@ def test_missing_entries_have_the_defaults_of_transformers(family):
 
     others = OTHERS.get(family.model_type, {"num_hidden_layers": 4})
     config = AutoConfig.for_model(family.model_type, **others)
-    whole = {**config.to_dict(), **family.fixed}
-    expected = family.from_config(whole).model
-    for key, value in whole.items():
-        parts = [{k: v for k, v in whole.items() if k != key}]
+    complete = {**config.to_dict(), **family.fixed}
+    expected = family.from_config(complete).model
+    for key, value in complete.items():
+        parts = [{k: v for k, v in complete.items() if k != key}]
         for name in value if isinstance(value, dict) else ():
             # Beside other entries of rotary embeddings transformers takes yarn's to be rounded.
             if name != "truncate":
-                parts.append({**whole, key: {k: v for k, v in value.items() if k != name}})
+                parts.append({**complete, key: {k: v for k, v in value.items() if k != name}})
         for part in parts:
             with suppress(UserError):  # refused, not guessed
                 assert family.from_config(part).model == expected, key

@@ -14,7 +14,7 @@ from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.gguf_file import mxfp4_blocks, nvfp4_blocks, q4_0_blocks, to_gguf
 from megatron_lowbit.conversion.layouts.layout import decode_blocks
 from megatron_lowbit.conversion.quantized import QuantizedAs
-from megatron_lowbit.conversion.quantized_folder import open_folder
+from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import UserError
 
 gguf = pytest.importorskip("gguf")
@@ -54,11 +54,11 @@ def tokenizer(folder: Path, split: str | None = None) -> None:
     wrapped.save_pretrained(folder)
 
 
-def write_model(folder: Path, kind: str = "llama", rope: dict | None = None) -> None:
+def write_model(folder: Path, model_type: str = "llama", rope: dict | None = None) -> None:
     """Save a random model of transformers' with a tokenizer."""
     torch.manual_seed(0)
     rope = rope or {"rope_type": "default", "rope_theta": 50000.0}
-    model = make_model(kind, **CONFIG, rope_parameters=rope)
+    model = make_model(model_type, **CONFIG, rope_parameters=rope)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms drawn as they are could be exchanged
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -118,16 +118,16 @@ def test_gguf_dequantizes_blocks_to_the_same_values():
     """The reference decoder of the package gguf, on all codes and on scales of all magnitudes."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (64, 64), dtype=torch.uint8, generator=generator)
-    kinds = gguf.GGMLQuantizationType
+    types = gguf.GGMLQuantizationType
     exponents = torch.arange(256).view(64, 4).clamp(max=250).to(torch.uint8)
-    values = gguf.dequantize(mxfp4_blocks(codes, exponents).numpy(), kinds.MXFP4)
+    values = gguf.dequantize(mxfp4_blocks(codes, exponents).numpy(), types.MXFP4)
     assert torch.equal(torch.from_numpy(values), decode_blocks("mxfp4", codes, exponents))
     e4m3 = (torch.arange(512).view(64, 8) % 0x7F).to(torch.uint8).view(torch.float8_e4m3fn)
-    values = gguf.dequantize(nvfp4_blocks(codes, e4m3).numpy(), kinds.NVFP4)
+    values = gguf.dequantize(nvfp4_blocks(codes, e4m3).numpy(), types.NVFP4)
     assert torch.equal(torch.from_numpy(values), decode_blocks("nvfp4", codes, e4m3))
     # Groups of 128: one scale for four blocks.
     scales = torch.linspace(-3, 3, 64).exp().bfloat16().view(64, 1)
-    values = gguf.dequantize(q4_0_blocks(codes.view(torch.int32), scales).numpy(), kinds.Q4_0)
+    values = gguf.dequantize(q4_0_blocks(codes.view(torch.int32), scales).numpy(), types.Q4_0)
     pairs = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).float() - 8
     assert torch.equal(torch.from_numpy(values), pairs * scales.float())
 
@@ -162,7 +162,7 @@ def expected_logits(folder: Path) -> torch.Tensor:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    opened, kind = open_folder(folder), gguf.GGMLQuantizationType.Q8_0
+    opened, q8_0 = QuantizedFolder(folder), gguf.GGMLQuantizationType.Q8_0
     config = AutoConfig.from_pretrained(folder)
     delattr(config, "quantization_config")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -171,7 +171,7 @@ def expected_logits(folder: Path) -> torch.Tensor:
             parameter.data.copy_(opened.dequantized(name).float())
 
     def round_input(module, inputs):
-        rounded = gguf.dequantize(gguf.quantize(inputs[0].numpy(), kind), kind)
+        rounded = gguf.dequantize(gguf.quantize(inputs[0].numpy(), q8_0), q8_0)
         return torch.from_numpy(rounded).view(inputs[0].shape)
 
     for name, module in model.named_modules():
@@ -185,7 +185,7 @@ MODELS = {
     "NVFP4": ("qat-nvfp4", {}),
     "MXFP4, frequencies of Llama 3.1": ("qat-mxfp4", {"rope": LLAMA3}),
     "INT4": ("qat-int4-g32", {}),
-    "Qwen3, NVFP4": ("qat-nvfp4", {"kind": "qwen3"}),
+    "Qwen3, NVFP4": ("qat-nvfp4", {"model_type": "qwen3"}),
 }
 
 
@@ -193,7 +193,7 @@ MODELS = {
 def test_llama_cpp_computes_with_these_weights(case, tmp_path):
     """Its logits are those of the weights and of inputs in Q8_0, but for FP32's order of sums.
 
-    That order may round an input to the next integer. Such a step is seen in its own prompt alone,
+    That order may round an input to the next integer. Such a step is seen only in its own prompt,
     and is as small as the rounding to eight bits itself.
     """
     pytest.importorskip("xllamacpp")
@@ -203,8 +203,10 @@ def test_llama_cpp_computes_with_these_weights(case, tmp_path):
     example = runpy.run_path(str(EXAMPLE))
     visible = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["a"]
     differences = [
-        example["difference"](example["llama_cpp_logits"](file, prompt, VOCABULARY, visible), one)
-        for prompt, one in zip(PROMPTS.tolist(), expected_logits(folder), strict=True)
+        example["difference"](
+            example["llama_cpp_logits"](file, prompt, VOCABULARY, visible), logits
+        )
+        for prompt, logits in zip(PROMPTS.tolist(), expected_logits(folder), strict=True)
     ]
     assert sorted(differences)[2] <= 2**-16 and max(differences) <= 2**-5, differences
 
@@ -300,7 +302,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_ggml_does_not_hold_is_refused(case, tmp_path):
+def test_weights_that_ggml_cannot_hold_are_refused(case, tmp_path):
     recipe, changes, message = REFUSED[case]
     plain_folder(tmp_path / "model", **changes)
     to_megatron(tmp_path / "model", tmp_path / "start")

@@ -14,17 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from small_llama import CONFIG, write_llama
+from small_llama import CONFIG, refused, write_llama
 
 from megatron_lowbit.checkpoints.hugging_face_files import INDEX, SINGLE
 from megatron_lowbit.checkpoints.inspect import inspect, report
 from megatron_lowbit.checkpoints.model_arguments import argument_file
 from megatron_lowbit.command_line import expand_files
-from megatron_lowbit.conversion.command import main
 from megatron_lowbit.conversion.convert import to_megatron
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.quantized_folder import open_folder
+from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import UserError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -44,14 +43,6 @@ def source(tmp_path_factory) -> Path:
 def broken(source, tmp_path) -> Path:
     """A copy to spoil."""
     return shutil.copytree(source, tmp_path / "broken")
-
-
-def refused(folder: Path, message: str) -> None:
-    """Check that the command says this in one line, and leaves nothing."""
-    with pytest.raises(UserError, match=message) as caught:
-        main(["to-megatron", str(folder), str(folder.parent / "out")])
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,7 @@ def test_entries_that_do_not_fit(broken, change, message):
         (b"", "not valid JSON"),
     ],
 )
-def test_what_is_no_json(broken, content, message):
+def test_invalid_json(broken, content, message):
     for name in ("config.json", INDEX):
         before = (broken / name).read_bytes()
         (broken / name).write_bytes(content)
@@ -229,18 +220,18 @@ values = st.recursive(
 )
 
 
-def places(document: Any) -> Iterator[tuple[Any, Any]]:
+def entries_of(document: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each object or list of a document with each of its keys or indices."""
     if isinstance(document, dict | list):
         for key in list(document) if isinstance(document, dict) else range(len(document)):
             yield document, key
-            yield from places(document[key])
+            yield from entries_of(document[key])
 
 
 @st.composite
 def with_one_other_value(draw: st.DrawFn, documents: list[Any]) -> Any:
     document = copy.deepcopy(draw(st.sampled_from(documents)))
-    holder, key = draw(st.sampled_from(list(places(document))))
+    holder, key = draw(st.sampled_from(list(entries_of(document))))
     holder[key] = draw(values)
     return document
 
@@ -275,7 +266,7 @@ def works_or_is_refused(function, *arguments: Any) -> Any:
 
 
 def read_all(path: Path) -> None:
-    folder = open_folder(path)
+    folder = QuantizedFolder(path)
     for name in folder.file_of:
         folder.shape(name)
         folder.read(name)
@@ -305,7 +296,7 @@ def test_any_config(examples, tmp_path):
     def check(content: bytes) -> None:
         (tmp_path / "config.json").write_bytes(content)
         save_file({}, tmp_path / SINGLE)
-        folder = works_or_is_refused(open_folder, tmp_path)
+        folder = works_or_is_refused(QuantizedFolder, tmp_path)
         family = folder and works_or_is_refused(from_config, folder.config)
         if family:
             (tmp_path / "args").write_text(text_of(family))
@@ -326,8 +317,8 @@ def test_any_config_or_index_of_a_folder(examples, source, tmp_path):
     def check(name: str, data: st.DataObject) -> None:
         (broken / name).write_bytes(data.draw(spoiled(originals[name])))
         works_or_is_refused(to_megatron, broken, tmp_path / "out", True)
-        found = works_or_is_refused(inspect, broken)
-        assert found is None or all(line.isprintable() for line in report(found))
+        description = works_or_is_refused(inspect, broken)
+        assert description is None or all(line.isprintable() for line in report(description))
         shutil.copy(source / name, broken / name)
 
     fuzz(check, examples, name=st.sampled_from(list(originals)), data=st.data())
@@ -352,10 +343,10 @@ def test_any_quantization(examples, tmp_path):
         (tmp_path / SINGLE).write_bytes(with_head(head, data))
         works_or_is_refused(read_all, tmp_path)
 
-    one = {"config": with_one_other_value(configs), "head": st.just(head)}
-    other = {"config": st.sampled_from(configs), "head": with_one_other_value([head])}
-    fuzz(check, examples, **one)
-    fuzz(check, examples, **other)
+    changed_config = {"config": with_one_other_value(configs), "head": st.just(head)}
+    changed_head = {"config": st.sampled_from(configs), "head": with_one_other_value([head])}
+    fuzz(check, examples, **changed_config)
+    fuzz(check, examples, **changed_head)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

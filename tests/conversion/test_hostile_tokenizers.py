@@ -70,13 +70,13 @@ READERS = {
 }
 
 
-def places(document: Any, path: tuple = ()):
+def paths_of(document: Any, path: tuple = ()):
     """Yield the path of each entry, of long lists and objects of the first few."""
     yield path
     items = document.items() if isinstance(document, dict) else ()
     items = enumerate(document) if isinstance(document, list) else items
     for key, value in [*items][:12]:
-        yield from places(value, (*path, key))
+        yield from paths_of(value, (*path, key))
 
 
 def spoil(folder: Path, draw: random.Random) -> None:
@@ -86,7 +86,7 @@ def spoil(folder: Path, draw: random.Random) -> None:
         file.write_bytes(draw.choice(CONTENTS))
         return
     document = json.loads(file.read_text()) if file.exists() else {"a": 1}
-    *path, key = draw.choice([place for place in places(document) if place])
+    *path, key = draw.choice([entry for entry in paths_of(document) if entry])
     holder = document
     for step in path:
         holder = holder[step]

@@ -44,16 +44,16 @@ def worker(folder: Path) -> None:
     """Print the peaks, after a small model has loaded what is loaded once."""
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 
-    found = {}
+    peaks_of = {}
     for source in ("tiny", "source"):
         there = folder / f"{source} there"
-        found = {
+        peaks_of = {
             "to-megatron": peak(to_megatron, folder / source, there),
             "to-hugging-face": peak(
                 to_hugging_face, there, folder / f"{source} back", None, None, SHARD_BYTES
             ),
         }
-    print(json.dumps(found))
+    print(json.dumps(peaks_of))
 
 
 def peak(convert, *arguments) -> int:

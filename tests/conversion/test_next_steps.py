@@ -44,10 +44,10 @@ def exported(capsys, layout: str, recipe: str) -> dict[str, str]:
 
 def test_a_checkpoint_names_the_command_that_trains_it(folder, capsys):
     (folder / "source" / "tokenizer.json").write_text("{}")
-    found = converted(capsys, "to-megatron", "source", "out folder")
-    assert found["written"].startswith("out folder (Llama")
-    assert found["loads in"] == f"megatron-core {version('megatron-core')} (tested)"
-    words = shlex.split(found["next"])
+    printed = converted(capsys, "to-megatron", "source", "out folder")
+    assert printed["written"].startswith("out folder (Llama")
+    assert printed["loads in"] == f"megatron-core {version('megatron-core')} (tested)"
+    words = shlex.split(printed["next"])
     assert words[:2] == ["lowbit-pretrain", "@out folder/model.args"]
     assert words[words.index("--tokenizer-model") + 1] == "out folder/hugging_face"
     assert words[words.index("--seq-length") + 1] == "64"  # all that the model takes
@@ -64,9 +64,9 @@ def test_a_checkpoint_without_a_tokenizer_leaves_it_open(folder, capsys):
     ("layout", "recipe"), [("compressed-tensors", "nvfp4"), ("fp8-blocks", "fp8-tile")]
 )
 def test_the_command_loads_a_quantized_export(folder, capsys, layout, recipe):
-    found = exported(capsys, layout, recipe)
-    assert f"transformers {version('transformers')}" in found["loads in"]
-    python, *rest = shlex.split(found["next"])
+    printed = exported(capsys, layout, recipe)
+    assert f"transformers {version('transformers')}" in printed["loads in"]
+    python, *rest = shlex.split(printed["next"])
     assert python == "python"
     # The command prints the model; here it computes logits, too.
     code = rest[1].replace("print(", "model = (") + "; import torch"
@@ -77,9 +77,9 @@ def test_the_command_loads_a_quantized_export(folder, capsys, layout, recipe):
 
 
 def test_the_next_command_of_a_modelopt_export(folder, capsys):
-    found = exported(capsys, "modelopt", "nvfp4")
-    assert "not in transformers 5.23.0" in found["loads in"]
-    words = shlex.split(found["next"])
+    printed = exported(capsys, "modelopt", "nvfp4")
+    assert "not in transformers 5.23.0" in printed["loads in"]
+    words = shlex.split(printed["next"])
     assert words[:3] == ["lowbit-convert", "to-megatron", "out"]
     main(words[1:])
     assert (folder / "CHECKPOINT" / "model.args").is_file()

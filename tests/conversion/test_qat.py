@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import config_of, weights
 from training_runs import record_weights, train
 
-from megatron_lowbit.checkpoints.reader import CheckpointReader
+from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, _changed_since, recipe_of
@@ -79,12 +79,12 @@ def layout_of(recipe: str) -> str:
 
 def rows_of(run: Run):
     """Yield Hugging Face's name, the whole operand and the part's rows, of every weight."""
-    for number, whole in enumerate(run.weights):
+    for number, master in enumerate(run.weights):
         layer, (block, names, heights) = number // len(PARTS), PARTS[number % len(PARTS)]
         first = 0
         for name, height in zip(names, heights, strict=True):
             module = f"model.layers.{layer}.{block}.{name}_proj"
-            yield module, whole, slice(first, first + height)
+            yield module, master, slice(first, first + height)
             first += height
 
 
@@ -94,18 +94,18 @@ def test_an_export_has_the_bits_that_training_multiplied(recipe, run_of, tmp_pat
     run = run_of(recipe)
     tensors, _ = export(run, tmp_path / "out", layout_of(recipe))
     count = 0
-    for module, whole, rows in rows_of(run):
+    for module, master, rows in rows_of(run):
         scales = tensors.get(f"{module}.weight_scale", tensors.get(f"{module}.weight_scale_inv"))
         codes = tensors.get(f"{module}.weight_packed", tensors.get(f"{module}.weight"))
-        expected = whole.scales[rows.start // 128 : rows.stop // 128]
-        if whole.format.block_rows == 1:
-            expected = whole.scales[rows]
+        expected = master.scales[rows.start // 128 : rows.stop // 128]
+        if master.format.block_rows == 1:
+            expected = master.scales[rows]
         assert scales.dtype == expected.dtype and codes.is_contiguous()
-        assert torch.equal(codes.view(torch.uint8), whole.codes[rows].view(torch.uint8)), module
+        assert torch.equal(codes.view(torch.uint8), master.codes[rows].view(torch.uint8)), module
         assert torch.equal(scales.view(torch.uint8), expected.view(torch.uint8)), module
-        if whole.format.tensor_scaled:
+        if master.format.tensor_scaled:
             divisor = tensors[f"{module}.weight_global_scale"]
-            assert torch.equal(1.0 / divisor, whole.tensor_scale.view(1))
+            assert torch.equal(1.0 / divisor, master.tensor_scale.view(1))
         count += 1
     assert count == 14
 
@@ -117,16 +117,16 @@ def test_training_multiplied_the_master_weight_quantized(recipe, run_of):
     config = next(iter(load_recipe(recipe).configs.values()))
     weight_format = config.fprop.rhs.format
     tensors = CheckpointReader(run.checkpoint)
-    stacked = tensors.read_part(FC2, (0, 0, 0), tensors.model[FC2].size)
+    stacked = tensors.read(TensorSlice(FC2))
     for layer in range(2):
         operand = run.weights[layer * len(PARTS) + 3]
-        own = quantize(stacked[layer], weight_format.name, **weight_format.options)
+        exact = quantize(stacked[layer], weight_format.name, **weight_format.options)
         if recipe == "qat-nvfp4-activations":
             # By the largest amax of the steps so far, in place of its own.
-            assert operand.tensor_scale != own.tensor_scale
+            assert operand.tensor_scale != exact.tensor_scale
             continue
-        assert torch.equal(operand.codes.view(torch.uint8), own.codes.view(torch.uint8))
-        assert torch.equal(operand.dequantize(), own.dequantize())
+        assert torch.equal(operand.codes.view(torch.uint8), exact.codes.view(torch.uint8))
+        assert torch.equal(operand.dequantize(), exact.dequantize())
 
 
 INPUTS = {
@@ -140,7 +140,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("recipe", [each for each in EACH if "fp8-blocks" not in each.values[0]])
 def test_inputs_are_declared(recipe, run_of, tmp_path):
-    """As compressed-tensors' own presets have them; a recipe of weights alone declares none."""
+    """As in the presets of compressed-tensors; a recipe of only weights declares none."""
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 
     _, config = export(run_of(recipe), tmp_path / "out")
@@ -156,7 +156,7 @@ def test_inputs_are_declared(recipe, run_of, tmp_path):
     compared = {"num_bits", "type", "strategy", "symmetric", "dynamic", "scale_dtype"}
     for side in ("weights", "input_activations"):
         ours, theirs = (
-            getattr(one, side).model_dump(include=compared) for one in (scheme, expected)
+            getattr(given, side).model_dump(include=compared) for given in (scheme, expected)
         )
         assert ours == theirs
     if "g32" not in recipe:
@@ -176,7 +176,7 @@ def test_an_nvfp4_input_has_the_scale_of_training_s_last_steps(run_of, tmp_path)
             ("mlp.linear_fc2", ("mlp.down",)),
         ):
             key = f"amax_history.decoder.layers.{layer}.{path}"
-            amaxes = reader.read_part(key, (0, 0), reader.histories[key].size)[0]
+            amaxes = reader.read(TensorSlice(key))[0]
             assert (amaxes >= 0).sum() == 3  # one for each iteration
             for module in modules:
                 name = f"model.layers.{layer}.{module}_proj"
@@ -268,9 +268,9 @@ def test_a_late_start(tmp_path):
     to_hugging_face(run, tmp_path / "out", quantized=wanted)
     reader = CheckpointReader(run / "iter_0000003")
     key = "amax_history.decoder.layers.1.mlp.linear_fc2"
-    amaxes = reader.read_part(key, (0, 0), reader.histories[key].size)
+    amaxes = reader.read(TensorSlice(key))
     assert (amaxes[:2] >= 0).sum(1).tolist() == [1, 1]  # of input and weight
-    stacked = reader.read_part(FC2, (0, 0, 0), reader.model[FC2].size)
+    stacked = reader.read(TensorSlice(FC2))
     format = load_recipe("qat-nvfp4").configs["nvfp4"].fprop.rhs
     expected = format(stacked[1], amaxes[1, -1])
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -292,7 +292,7 @@ def test_an_export_is_read_back(recipe, run_of, tmp_path):
     to_megatron(tmp_path / "out", tmp_path / "there")
     tensors = CheckpointReader(tmp_path / "there" / "iter_0000000")
     key = "decoder.layers.mlp.linear_fc1.weight"
-    stacked = tensors.read_part(key, (0, 0, 0), tensors.model[key].size)
+    stacked = tensors.read(TensorSlice(key))
     for layer in range(2):
         values = run.weights[layer * len(PARTS) + 2].dequantize()
         assert torch.equal(stacked[layer], values.bfloat16())

@@ -70,15 +70,15 @@ def trained(source: Path, layer: int, format: str, **options) -> dict[str, torch
     names = {"self_attention.linear_qkv": ("q", "k", "v"), "self_attention.linear_proj": ("o",),
              "mlp.linear_fc1": ("gate", "up"), "mlp.linear_fc2": ("down",)}  # fmt: skip
     heights = {"q": 256, "k": 128, "v": 128, "o": 128, "gate": 256, "up": 256, "down": 128}
-    found = {}
+    exported = {}
     for key, parts in names.items():
-        whole = layer_tensor(source, key, (layer,), (3,))
-        values = quantize(whole, format, **options).dequantize()
+        stacked = layer_tensor(source, key, (layer,), (3,))
+        values = quantize(stacked, format, **options).dequantize()
         block = "self_attn" if key.startswith("self") else "mlp"
         # One group of queries: its heads, then its key, then its value.
         for part, rows in zip(parts, values.split([heights[p] for p in parts]), strict=True):
-            found[f"model.layers.{layer}.{block}.{part}_proj.weight"] = rows
-    return found
+            exported[f"model.layers.{layer}.{block}.{part}_proj.weight"] = rows
+    return exported
 
 
 READ = {
@@ -132,10 +132,10 @@ matchers:
   mlp: {type: glob, pattern: "*.mlp.*", config: small, enabled: true}
   rest: {type: glob, pattern: "*", config: large, enabled: true}
 """)
-    found, config, _ = export(llama, tmp_path / "out", "compressed-tensors", str(file))
+    exported, config, _ = export(llama, tmp_path / "out", "compressed-tensors", str(file))
     assert config["quantization_config"]["format"] == "mixed-precision"
-    assert found["model.layers.0.mlp.up_proj.weight_packed"].shape == (256, 64)
-    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert exported["model.layers.0.mlp.up_proj.weight_packed"].shape == (256, 64)
+    assert exported["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
     model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     model(torch.arange(4)[None])  # here compressed-tensors decompresses
     for layer in range(3):
@@ -150,15 +150,15 @@ def test_fp8_blocks(llama, tmp_path, recipe):
     """Codes times weight_scale_inv, a scale a 128x128 block."""
     changes = ["bf16_blocks=none"] if recipe == "fp8-tile-e4m3" else []
     out = tmp_path / "out"
-    found, config, report = export(llama, out, "fp8-blocks", recipe, changes=changes)
+    exported, config, report = export(llama, out, "fp8-blocks", recipe, changes=changes)
     quantization = config["quantization_config"]
     assert (quantization["quant_method"], quantization["weight_block_size"]) == ("fp8", [128, 128])
     scale_format = "pow2" if recipe == "fp8-tile" else "fp32"
-    with_scales = [name for name in found if name.endswith("_scale_inv")]
+    with_scales = [name for name in exported if name.endswith("_scale_inv")]
     assert len(with_scales) == len(report["weights"]) == 21
     for layer in range(3):
         for name, exact in trained(llama, layer, TILES, scale_format=scale_format).items():
-            codes, scales = found[name], found[f"{name}_scale_inv"]
+            codes, scales = exported[name], exported[f"{name}_scale_inv"]
             assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
             wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             assert torch.equal(codes.float() * wide, exact)
@@ -170,31 +170,31 @@ def test_fp8_blocks_of_experts(name, tmp_path):
     changes = {"head_dim": 128} if name == "qwen3-moe" else {}
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256}
     source = checkpoint(tmp_path, name, **sizes, **changes)
-    found, _, _ = export(source, tmp_path / "out", "fp8-blocks", "fp8-tile")
+    exported, _, _ = export(source, tmp_path / "out", "fp8-blocks", "fp8-tile")
     exact = weights(tmp_path / "source")
     others = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
     matrices = {n for n, part in exact.items() if part.ndim == 2 and not n.endswith(others)}
-    assert {n for n in found if f"{n}_scale_inv" in found} == matrices
+    assert {n for n in exported if f"{n}_scale_inv" in exported} == matrices
     # A weight of one part, so quantized as it is, in either kind of MLP.
     for part in ("layers.1.self_attn.o_proj", "layers.3.mlp.experts.2.down_proj"):
         weight = quantize(exact[f"model.{part}.weight"], TILES, scale_format="pow2").dequantize()
-        scales = found[f"model.{part}.weight_scale_inv"]
+        scales = exported[f"model.{part}.weight_scale_inv"]
         wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
         rows, columns = weight.shape
-        assert torch.equal(found[f"model.{part}.weight"].float() * wide[:rows, :columns], weight)
+        assert torch.equal(exported[f"model.{part}.weight"].float() * wide[:rows, :columns], weight)
     to_megatron(tmp_path / "out", tmp_path / "again")
     again, _, _ = export(tmp_path / "again", tmp_path / "once more", "fp8-blocks", "fp8-tile")
     for n in matrices:
-        assert torch.equal(again[n].view(torch.uint8), found[n].view(torch.uint8)), n
+        assert torch.equal(again[n].view(torch.uint8), exported[n].view(torch.uint8)), n
 
 
 def test_gpt_oss_layout_of_routed_experts(tmp_path):
-    """The recipe names routed experts alone: shared ones and dense layers stay as they are."""
+    """The recipe names only routed experts: shared ones and dense layers stay as they are."""
     source = checkpoint(tmp_path, "deepseek-v3", hidden_size=64, moe_intermediate_size=64)
-    found, _, _ = export(source, tmp_path / "out", "gpt-oss", experts_only(tmp_path))
-    assert found["model.layers.1.mlp.experts.gate_up_proj_blocks"].shape == (8, 128, 2, 16)
-    assert "model.layers.0.mlp.gate_proj.weight" in found
-    assert found["model.layers.1.mlp.shared_experts.up_proj.weight"].dtype == torch.float32
+    exported, _, _ = export(source, tmp_path / "out", "gpt-oss", experts_only(tmp_path))
+    assert exported["model.layers.1.mlp.experts.gate_up_proj_blocks"].shape == (8, 128, 2, 16)
+    assert "model.layers.0.mlp.gate_proj.weight" in exported
+    assert exported["model.layers.1.mlp.shared_experts.up_proj.weight"].dtype == torch.float32
     to_megatron(tmp_path / "out", tmp_path / "again")
     exact = weights(tmp_path / "source")["model.layers.2.mlp.experts.5.down_proj.weight"]
     seen = layer_tensor(tmp_path / "again", "2.mlp.experts.experts.linear_fc2", (5,), (8,))
@@ -205,10 +205,10 @@ def test_gpt_oss_layout_of_routed_experts(tmp_path):
 def test_ragged_fp8_tiles(tmp_path):
     """A last tile of 64 rows or columns keeps its scale; import cuts it off again."""
     source = checkpoint(tmp_path, "llama", hidden_size=192)
-    found, _, _ = export(source, tmp_path / "out", "fp8-blocks", "fp8-tile")
+    exported, _, _ = export(source, tmp_path / "out", "fp8-blocks", "fp8-tile")
     name = "model.layers.2.self_attn.o_proj.weight"
-    assert (found[name].shape, found[f"{name}_scale_inv"].shape) == ((192, 256), (2, 2))
-    assert found["model.layers.2.mlp.up_proj.weight_scale_inv"].shape == (2, 2)
+    assert (exported[name].shape, exported[f"{name}_scale_inv"].shape) == ((192, 256), (2, 2))
+    assert exported["model.layers.2.mlp.up_proj.weight_scale_inv"].shape == (2, 2)
     to_megatron(tmp_path / "out", tmp_path / "there")
     for key in ("self_attention.linear_proj", "mlp.linear_fc1"):
         exact, seen = (layer_tensor(path, key, (2,), (3,)) for path in (source, tmp_path / "there"))
@@ -218,34 +218,34 @@ def test_ragged_fp8_tiles(tmp_path):
 
 def test_modelopt(llama, tmp_path):
     """By ModelOpt's own description: low nibble first, value x weight_scale x weight_scale_2."""
-    found, config, _ = export(llama, tmp_path / "out", "modelopt", "nvfp4")
+    exported, config, _ = export(llama, tmp_path / "out", "modelopt", "nvfp4")
     document = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert document["quantization"]["quant_algo"] == "W4A16_NVFP4"
     assert document["quantization"]["exclude_modules"] == config["quantization_config"]["ignore"]
     for name, exact in trained(llama, 1, "nvfp4-2d").items():
-        packed = found[name]
+        packed = exported[name]
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
         blocks = (
-            E2M1[codes.long()].unflatten(1, (-1, 16)) * found[f"{name}_scale"].float()[..., None]
+            E2M1[codes.long()].unflatten(1, (-1, 16)) * exported[f"{name}_scale"].float()[..., None]
         )
-        assert torch.equal(blocks.flatten(1) * found[f"{name}_scale_2"], exact)
-    scales = {float(found[f"model.layers.1.self_attn.{p}_proj.weight_scale_2"]) for p in "qkv"}
+        assert torch.equal(blocks.flatten(1) * exported[f"{name}_scale_2"], exact)
+    scales = {float(exported[f"model.layers.1.self_attn.{p}_proj.weight_scale_2"]) for p in "qkv"}
     assert len(scales) == 1
 
 
 def test_modelopt_with_calibrated_activations(llama, tmp_path):
     """As older exports say it, beside config.json; scales of activations are left out."""
     source = tmp_path / "out"
-    found, config, _ = export(llama, source, "modelopt", "nvfp4")
+    exported, config, _ = export(llama, source, "modelopt", "nvfp4")
     to_megatron(source, tmp_path / "plain")
     del config["quantization_config"]
     (source / "config.json").write_text(json.dumps(config))
     document = json.loads((source / "hf_quant_config.json").read_text())
     document["quantization"]["quant_algo"] = "NVFP4"
     (source / "hf_quant_config.json").write_text(json.dumps(document))
-    scales = {name.replace("weight_scale_2", "input_scale"): torch.ones(()) for name in found
+    scales = {name.replace("weight_scale_2", "input_scale"): torch.ones(()) for name in exported
               if name.endswith("weight_scale_2")}  # fmt: skip
-    save_file(found | scales, source / "model.safetensors")
+    save_file(exported | scales, source / "model.safetensors")
     to_megatron(source, tmp_path / "there")
     assert len(scales) == 7
     for key in ("self_attention.linear_qkv", "mlp.linear_fc2"):
@@ -254,14 +254,14 @@ def test_modelopt_with_calibrated_activations(llama, tmp_path):
 
 
 def test_gpt_oss(mixtral, tmp_path):
-    """Experts alone; transformers' function for gpt-oss reads them."""
+    """Only experts; transformers' function for gpt-oss reads them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    found, config, _ = export(mixtral, tmp_path / "out", "gpt-oss", experts_only(tmp_path))
+    exported, config, _ = export(mixtral, tmp_path / "out", "gpt-oss", experts_only(tmp_path))
     assert config["quantization_config"]["quant_method"] == "mxfp4"
     for name, rows in (("gate_up_proj", 512), ("down_proj", 128)):
         prefix = f"model.layers.1.mlp.experts.{name}"
-        blocks, scales = (found[f"{prefix}_{part}"] for part in ("blocks", "scales"))
+        blocks, scales = (exported[f"{prefix}_{part}"] for part in ("blocks", "scales"))
         seen = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
         for expert in range(3):
             key = "linear_fc1" if name == "gate_up_proj" else "linear_fc2"
@@ -270,7 +270,7 @@ def test_gpt_oss(mixtral, tmp_path):
             if name == "gate_up_proj":
                 q = torch.stack(q.chunk(2), dim=1).flatten(0, 1)
             assert q.shape[0] == rows and torch.equal(seen[expert], q)
-    assert found["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
+    assert exported["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_layout_cannot_hold_is_refused(llama, tmp_path, case):
+def test_weights_that_a_layout_cannot_hold_are_refused(llama, tmp_path, case):
     layout, (*names,), message = REFUSED[case]
     wanted = QuantizedAs(layout, names[:1], names[1:])
     with pytest.raises(UserError, match=message):
@@ -360,7 +360,7 @@ def test_tiles_across_heads_are_refused(tmp_path):
 def test_unknown_quantization_is_refused(llama, tmp_path):
     """Each in one line, and nothing is left."""
     source = tmp_path / "out"
-    found, config, _ = export(llama, source, "compressed-tensors", "nvfp4")
+    exported, config, _ = export(llama, source, "compressed-tensors", "nvfp4")
     quantization = config["quantization_config"]
     name = "model.layers.1.mlp.up_proj.weight_packed"
     for changed, tensors, message in (
@@ -369,13 +369,13 @@ def test_unknown_quantization_is_refused(llama, tmp_path):
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, {}, "quant_algo 'FP8' is not one of"),
         ({"quant_method": "fp8"}, {}, "weight_block_size None"),
         ({"transform_config": {"a": 1}}, {}, "transform_config"),
-        ({}, {name: found[name].view(torch.int8)}, "int8; these codes are torch.uint8"),
-        ({}, {name: found[name][:, :32].contiguous()}, "its scales do not fit together"),
+        ({}, {name: exported[name].view(torch.int8)}, "int8; these codes are torch.uint8"),
+        ({}, {name: exported[name][:, :32].contiguous()}, "its scales do not fit together"),
         ({}, {"model.layers.1.mlp.up_proj.weight_zero_point": torch.zeros(1)}, "has no place"),
     ):
         document = config | {"quantization_config": quantization | changed}
         (source / "config.json").write_text(json.dumps(document))
-        save_file(found | tensors, source / "model.safetensors")
+        save_file(exported | tensors, source / "model.safetensors")
         with pytest.raises(UserError, match=message):
             to_megatron(source, tmp_path / "there")
         assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -113,17 +113,17 @@ def checkpoint_of(tmp_path_factory):
     return checkpoint
 
 
-def layout_of(kind: str) -> str | None:
-    if kind in ("modelopt", "gpt-oss", "plain"):
-        return None if kind == "plain" else kind
-    return "fp8-blocks" if kind.startswith("fp8") else "compressed-tensors"
+def layout_of(stored_as: str) -> str | None:
+    if stored_as in ("modelopt", "gpt-oss", "plain"):
+        return None if stored_as == "plain" else stored_as
+    return "fp8-blocks" if stored_as.startswith("fp8") else "compressed-tensors"
 
 
-def recipe_of(kind: str, share: str) -> str:
-    if kind == "mixed":
+def recipe_of(stored_as: str, share: str) -> str:
+    if stored_as == "mixed":
         return MIXED
-    format = {"modelopt": "nvfp4", "gpt-oss": "mxfp4"}.get(kind, kind.split()[0])
-    input = f"{{format: {INPUTS[format]}}}" if kind.endswith("inputs") else "null"
+    format = {"modelopt": "nvfp4", "gpt-oss": "mxfp4"}.get(stored_as, stored_as.split()[0])
+    input = f"{{format: {INPUTS[format]}}}" if stored_as.endswith("inputs") else "null"
     return RECIPE.format(format=format, input=input, pattern=PATTERNS[share])
 
 
@@ -149,13 +149,13 @@ def loaded_well(
 
 @pytest.mark.parametrize(("family", "kind", "share"), EACH)
 def test_an_export_loads_as_the_command_says(
-    family, kind, share, checkpoint_of, tmp_path, monkeypatch
+    family, stored_as, share, checkpoint_of, tmp_path, monkeypatch
 ):
-    if kind == "nvfp4 with inputs":  # their scale comes from training's last steps
+    if stored_as == "nvfp4 with inputs":  # their scale comes from training's last steps
         amaxes = torch.tensor([3.0, -1.0])  # no steps for the weight: its own
         monkeypatch.setattr(quantized, "_earlier_amaxes", lambda *arguments: amaxes)
-    layout, out = layout_of(kind), tmp_path / "out"
-    (tmp_path / "recipe.yaml").write_text(recipe_of(kind, share) if layout else "")
+    layout, out = layout_of(stored_as), tmp_path / "out"
+    (tmp_path / "recipe.yaml").write_text(recipe_of(stored_as, share) if layout else "")
     request = QuantizedAs(layout, [str(tmp_path / "recipe.yaml")]) if layout else None
     source = checkpoint_of(family)
     try:
@@ -163,16 +163,16 @@ def test_an_export_loads_as_the_command_says(
     except UserError as refusal:
         assert not list(tmp_path.glob("*out*"))
         why = {"GPT-2": "transpose|whole blocks", "gpt-oss": "take no experts in it"}
-        if kind == "gpt-oss" or (family, share) == ("Nemotron-H", "none"):
+        if stored_as == "gpt-oss" or (family, share) == ("Nemotron-H", "none"):
             why[family] = "matches none"  # no experts, or other names of attention
         assert family in why and re.search(why[family], str(refusal))
         return
     said = outcome(out, family, layout).result
-    error = FORMATS.get(kind.split()[0], 0.2) if layout else 0.0
+    error = FORMATS.get(stored_as.split()[0], 0.2) if layout else 0.0
     seen = loaded_well(out, layout, dict(model_of(family).named_parameters()), error)
     assert said in (seen, NOT_TRIED)
     if said == NOT_TRIED:
-        assert kind == "mixed" and family in next_steps.ONE_BY_ONE
+        assert stored_as == "mixed" and family in next_steps.ONE_BY_ONE
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def folder(tmp_path_factory) -> Path:
 def conversion(folder: Path, direction: str) -> Callable[..., object]:
     """Take the output, and the most bytes of a file."""
     if direction == "to-megatron":
-        return lambda output, most=9_000: to_megatron(folder / "source", output, file_bytes=most)
+        return lambda output, limit=9_000: to_megatron(folder / "source", output, file_bytes=limit)
     convert = bind(to_hugging_face, folder / "there")
-    return lambda output, most=9_000: convert(output, shard_bytes=most)
+    return lambda output, limit=9_000: convert(output, shard_bytes=limit)
 
 
 def stop(patch: pytest.MonkeyPatch, how: Callable[[], None]) -> None:
@@ -118,7 +118,7 @@ def test_a_killed_conversion_goes_on(folder, tmp_path, direction, capsys):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_other_arguments_start_anew(folder, tmp_path, direction, capsys):
+def test_other_arguments_start_again(folder, tmp_path, direction, capsys):
     convert = conversion(folder, direction)
     killed(convert, tmp_path / "out")
     convert(tmp_path / "out", 30_000)
@@ -127,7 +127,7 @@ def test_other_arguments_start_anew(folder, tmp_path, direction, capsys):
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_another_source_starts_anew(folder, tmp_path, capsys):
+def test_another_source_starts_again(folder, tmp_path, capsys):
     """The same folder, too, once it has other content."""
     shutil.copytree(folder / "source", tmp_path / "source")
     convert = conversion(tmp_path, "to-megatron")
@@ -156,7 +156,7 @@ def test_a_write_that_fails(folder, tmp_path, direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_what_an_error_leaves(folder, tmp_path, direction, capsys):
+def test_files_that_an_error_leaves(folder, tmp_path, direction, capsys):
     """Ctrl-C and a full disk: the finished files. Bad input: nothing."""
     convert = conversion(folder, direction)
     for error, seen, kept in (

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tiny_models import EPS, make_model
-from training_runs import MODEL, losses, train
+from training_runs import MODEL, losses, model_tensors, train
 
-from megatron_lowbit.checkpoints.reader import CheckpointReader, other_name
+from megatron_lowbit.checkpoints.reader import other_name
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.megatron import pretrain
@@ -49,14 +49,6 @@ TRAINED = {
     "deepseek-v3": (DEEPSEEK_V3, "bf16"),
 }  # fmt: skip
 SOURCES = ("tied llama", "mixtral", "gpt-2", "nemotron-h", "qwen3-moe", "deepseek-v3", "gemma-3")
-
-
-def model_tensors(path: Path) -> dict[str, torch.Tensor]:
-    tensors = CheckpointReader(path)
-    return {
-        key: tensors.read_part(key, [0] * len(entry.size), entry.size)
-        for key, entry in tensors.model.items()
-    }
 
 
 @pytest.mark.parametrize("name", others_slow(SOURCES, ("nemotron-h",)))

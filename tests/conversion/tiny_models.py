@@ -65,7 +65,7 @@ GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6
            "swiglu_limit": 1.5, "rope_parameters": GPT_OSS_YARN}  # fmt: skip
 GEMMA3 = {
     "sliding_window": 6, "query_pre_attn_scalar": 9, "rope_parameters": GEMMA3_ROPE,
-    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")],
+    "layer_types": [f"{span}_attention" for span in ("sliding", "sliding", "full", "sliding")],
     "pad_token_id": None,
 }  # fmt: skip
 GPT2 = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48,
@@ -126,10 +126,10 @@ def config_of(folder: Path) -> dict:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def layer_tensor(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
 from megatron_lowbit.layers import operands
 from megatron_lowbit.megatron.pretrain import main
 from megatron_lowbit.megatron.run.common_state import read_common_state
@@ -37,6 +38,12 @@ def losses(save: Path) -> dict[int, float]:
     """Return the training loss by iteration of the run that saved there."""
     lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
     return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+
+
+def model_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the model's tensors in an iteration's folder, each as it is on all ranks together."""
+    reader = CheckpointReader(path)
+    return {key: reader.read(TensorSlice(key)) for key in reader.model}
 
 
 def record_weights(patch: pytest.MonkeyPatch) -> list[QuantizedTensor]:

@@ -53,7 +53,7 @@ def words(text: str) -> list[str]:
 
 
 def planned(
-    words: str | Sequence[str], gpus: int = 1, kind: str = "h200", vocabulary: int = 128256,
+    words: str | Sequence[str], gpus: int = 1, gpu_name: str = "h200", vocabulary: int = 128256,
     **device,
 ) -> Estimate:  # fmt: skip
     """Estimate the layout that training's arguments ask for, in Transformer Engine layers."""
@@ -61,7 +61,7 @@ def planned(
     args = TrainingArguments(words).parse(gpus)
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
     (estimate,) = plan(
-        [(layout_of(args, gpus), args)], recipe, vocabulary, Device(gpu(kind), **device)
+        [(layout_of(args, gpus), args)], recipe, vocabulary, Device(gpu(gpu_name), **device)
     )
     return estimate
 
@@ -184,12 +184,12 @@ def saved_bytes(
         groups = ProcessGroupCollection.use_mpu_process_groups()
         (model,) = builder.build_distributed_models(groups, wrap_with_ddp=False)
         ignored = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        found, alive = Saved(), []
+        saved, alive = Saved(), []
 
         def pack(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in ignored and storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
+                saved[storage.data_ptr()] = storage.nbytes()
                 alive.append(tensor)  # or another would get its address
             return tensor
 
@@ -207,7 +207,7 @@ def saved_bytes(
             for operand in state.weight_cache.operands or ():
                 flatten(operand, cached)
         storages = _storages(cached)
-        found.weights = sum(size for where, size in storages.items() if where not in ignored)
+        saved.weights = sum(size for where, size in storages.items() if where not in ignored)
         for where in storages:
-            found.pop(where, None)
-    return found
+            saved.pop(where, None)
+    return saved

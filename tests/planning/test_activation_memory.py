@@ -55,7 +55,7 @@ def planned(args, parts) -> float:
     total = 0.0
     for part, number in parts.items():
         wgrad = part.second.precision.wgrad
-        if part.kind == "attention" and args.transformer_impl == "transformer_engine":
+        if part.name == "attention" and args.transformer_impl == "transformer_engine":
             # What is measured are local layers, which keep codes of attention's output as well.
             codes = args.micro_batch_size * args.seq_length * part.second.inputs
             if wgrad.rhs is not None and not wgrad.fallback:

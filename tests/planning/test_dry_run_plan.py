@@ -11,6 +11,7 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.planning.command import main as lowbit_plan
 from megatron_lowbit.planning.report import describe_plan
+from tests.marks import others_slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --bf16"
@@ -62,13 +63,6 @@ def words(line: str) -> list[str]:
     return [f"@{EXAMPLES / w[1:]}.args" if w[0] == "@" else w for w in shlex.split(line)]
 
 
-def planned(given: list[str], gpus: int, kind: str, capsys) -> str:
-    """Return the printed plan of a dry run."""
-    for line in describe_plan(given, gpus, kind, "as --gpu asks"):
-        plain_console(130).print(line)
-    return capsys.readouterr().out
-
-
 def tables(output: str) -> list[str]:
     """Return the lines from the table of memory on.
 
@@ -81,23 +75,10 @@ def tables(output: str) -> list[str]:
     ]
 
 
-def test_there_are_thirty_lists():
-    assert len(LISTS) >= 30
-
-
-@pytest.mark.parametrize("number", SMALL)
-def test_the_plan_is_of_the_arguments_as_given(number, capsys):
-    gpus, line = LISTS[number]
-    lowbit_plan(["--gpu", "h200", "--gpus", str(gpus), "--as-given", *words(line)])
-    expected = tables(capsys.readouterr().out)
-    given = [*words(line), "--dry-run", "--world-size", str(gpus), "--gpu", "h200"]
-    assert tables(planned(given, gpus, "h200", capsys)) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("gpus", "line"), LISTS)
-def test_a_dry_run_prints_the_plan_of_lowbit_plan(gpus, line, capsys, monkeypatch):
+@pytest.mark.parametrize("number", others_slow(range(len(LISTS)), SMALL))
+def test_a_dry_run_prints_the_plan_of_lowbit_plan(number, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    gpus, line = LISTS[number]
     lowbit_plan(["--gpus", str(gpus), "--as-given", *words(line)])
     expected = tables(capsys.readouterr().out)
     pretrain.main([*words(line), "--dry-run", "--world-size", str(gpus)])
@@ -108,7 +89,9 @@ def test_a_dry_run_prints_the_plan_of_lowbit_plan(gpus, line, capsys, monkeypatc
 def test_main_gradients_have_the_bytes_that_are_asked_for(flags, gib, capsys):
     """8,030,261,248 parameters of 4 or 2 bytes."""
     line = f"@{EXAMPLES / 'llama3-8b'}.args --vocab-size 128256 --bf16 {flags} --dry-run"
-    rows = planned(line.split(), 8, "h200", capsys).splitlines()
+    for part in describe_plan(line.split(), 8, "h200", "as --gpu asks"):
+        plain_console(130).print(part)
+    rows = capsys.readouterr().out.splitlines()
     (row,) = (row for row in rows if "main gradients" in row)
     assert row.split("│")[2].strip() == gib == f"{8_030_261_248 * (2 if flags else 4) / 2**30:.2f}"
 

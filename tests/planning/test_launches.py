@@ -79,20 +79,20 @@ def test_graphs_leave_what_is_between_steps():
 
 
 def test_grouped_experts_are_launched_together():
-    alone, grouped = (step(EXPERTS + more) for more in ("", "--moe-grouped-gemm"))
+    single, grouped = (step(EXPERTS + more) for more in ("", "--moe-grouped-gemm"))
     # Three microbatches of four layers: seven times less a part's passes, but two linear layers.
     saved = 3 * 4 * (7 * (1200 + 800) - 8 * 2 * 2 * 34)
-    assert alone - grouped == pytest.approx(1e-6 * saved, rel=1e-2)
+    assert single - grouped == pytest.approx(1e-6 * saved, rel=1e-2)
 
 
 def test_each_collective_of_tensor_parallelism_takes_the_cpu_some_time():
-    alone = step(SMALL + "--precision-recipe fp8-tile")
+    single = step(SMALL + "--precision-recipe fp8-tile")
     split = SMALL + "--tensor-model-parallel-size 2 --precision-recipe fp8-tile"
     reduced, scattered = (step(split + more, gpus=2) for more in ("", " --sequence-parallel"))
     # Two all-reduces; or codes and scales gathered for fprop and for wgrad, the second layer's
     # gradient gathered, and two reduce-scatters.
-    assert reduced - alone == pytest.approx(3 * 4 * 2 * 2 * 125e-6, rel=1e-2)
-    assert scattered - alone == pytest.approx(3 * 4 * 2 * 7 * 125e-6, rel=1e-2)
+    assert reduced - single == pytest.approx(3 * 4 * 2 * 2 * 125e-6, rel=1e-2)
+    assert scattered - single == pytest.approx(3 * 4 * 2 * 7 * 125e-6, rel=1e-2)
 
 
 def test_recomputed_layers_are_launched_twice():

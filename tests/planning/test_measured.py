@@ -55,7 +55,7 @@ def test_four_llama_layers_forward_and_backward(contender):
 
 
 @pytest.mark.parametrize("contender", FP4_RECIPES)
-def test_what_fp4_methods_take_on_top_of_nvfp4(contender):
+def test_fp4_methods_take_longer_than_nvfp4_as_measured(contender):
     """In Transformer Engine's layers, to a fortieth of a step."""
     seconds = {row["contender"]: row["both"]["median_ms"] / 1e3 for row in FP4["rows"]}
     method, nvfp4 = (

@@ -1,4 +1,4 @@
-"""The command: what it refuses, what it leaves out, how it ranks, and figures counted by hand."""
+"""The command: refusals, omitted layouts, ranking, and figures counted by hand."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.command import main
 from megatron_lowbit.planning.device import ADDS_PRODUCTS, Device, gemm_name
 from megatron_lowbit.planning.estimate import BUBBLE, data_parallel
-from megatron_lowbit.planning.hardware import GPU, Figure, gpu, kinds
+from megatron_lowbit.planning.hardware import GPU, Figure, gpu, gpu_names
 from megatron_lowbit.planning.layouts import Layout, candidates, layout_of
 from megatron_lowbit.planning.memory import in_flight
 from megatron_lowbit.planning.model import Parameters
@@ -82,7 +82,7 @@ def cells(text: str, columns: int) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows if len(row) == columns]
 
 
-def test_what_does_not_fit_is_left_out_and_counted(capsys):
+def test_layouts_beyond_the_memory_are_omitted_and_counted(capsys):
     main(shlex.split(f"--gpus 4 --gpu h100 --top 1000 {LLAMA_8B}"))
     shown = capsys.readouterr().out
     run = plan_run(shlex.split(LLAMA_8B), "h100", 4)
@@ -206,10 +206,10 @@ def test_more_never_takes_less():
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     recomputed = planned(f"{model} {full}", 64)
     assert recomputed.most_memory < base.most_memory and recomputed.step > base.step
-    alone = planned(LLAMA_8B)
+    single = planned(LLAMA_8B)
     split = planned(f"{LLAMA_8B} --tensor-model-parallel-size 2 --sequence-parallel", 2)
-    assert split.most_memory < alone.most_memory
-    assert alone.tokens_per_second < split.tokens_per_second < 2 * alone.tokens_per_second
+    assert split.most_memory < single.most_memory
+    assert single.tokens_per_second < split.tokens_per_second < 2 * single.tokens_per_second
 
 
 def test_recipes_rank_as_their_tensor_cores_do():
@@ -273,7 +273,7 @@ def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
     assert (rows - apart) / 128 == pytest.approx((4 * layers - 12 * 128256 * 4096) / MOVED)
 
 
-def test_what_is_folded_is_read_twice():
+def test_folded_operands_are_read_twice():
     """2 bytes an element for the amax: of inputs, gradients, and weights once a step."""
     model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe fp8-tile"
     folded = planned(model).seconds["quantization"]
@@ -337,8 +337,8 @@ def test_the_bubble_is_that_of_the_textbook():
 
 
 def test_every_figure_says_where_it_comes_from():
-    for kind in kinds():
-        figures = gpu(kind).figures
+    for name in gpu_names():
+        figures = gpu(name).figures
         assert figures.keys() >= gpu("h100").figures.keys() - {
             "gemm.fp8 1x128 . 128x128", "gemm.fp8 1x128 . 1x128"
         }  # fmt: skip
@@ -373,7 +373,7 @@ def test_rows_of_the_benchmark_of_stored_weights_take_what_the_options_save(monk
     # A machine without Transformer Engine refuses its optimizer.
     rows = {name: words for name, words in stored_weights.ROWS.items() if "moments" not in name}
     memory = {
-        name: planned(model + words, gpus=2, kind="h100").memory[0].total
+        name: planned(model + words, gpus=2, gpu_name="h100").memory[0].total
         for name, words in rows.items()
     }
     share = {name: size / memory["bf16"] for name, size in memory.items()}

@@ -19,8 +19,8 @@ TINY = f"@{EXAMPLES}/llama3-tiny.args --vocab-size 1000"
 EXPERTS = f"@{EXAMPLES}/qwen3-30b-a3b.args --vocab-size 151936 --num-layers 4"
 
 
-def searched(text: str, gpus: int = 1, kind: str = "h200", gpus_per_node: int = 8):
-    return plan_run(shlex.split(text), kind, gpus, gpus_per_node)
+def searched(text: str, gpus: int = 1, gpu_name: str = "h200", gpus_per_node: int = 8):
+    return plan_run(shlex.split(text), gpu_name, gpus, gpus_per_node)
 
 
 def printed(text: str, capsys) -> list[str]:
@@ -48,9 +48,9 @@ def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(words, eno
 
 def test_the_number_of_gpus_is_the_smallest_of_those_tried():
     model = f"{LLAMA_8B} --num-layers 64 --precision-recipe fp8-tile"
-    assert enough_gpus(searched(model, kind="h100")) == 4
-    assert searched(model, kind="h100", gpus=4).ranked
-    assert not searched(model, kind="h100", gpus=3).ranked
+    assert enough_gpus(searched(model, gpu_name="h100")) == 4
+    assert searched(model, gpu_name="h100", gpus=4).ranked
+    assert not searched(model, gpu_name="h100", gpus=3).ranked
 
 
 def test_no_number_of_gpus_is_enough_for_a_batch_that_none_divides():
@@ -65,7 +65,7 @@ def test_no_number_of_gpus_is_searched_that_cannot_hold_the_weights(monkeypatch)
 
 def test_grouped_experts_are_named_with_the_speed_that_a_search_finds(capsys):
     plain, grouped = (
-        searched(f"{EXPERTS}{more}", gpus=2, kind="b200").best.tokens_per_second
+        searched(f"{EXPERTS}{more}", gpus=2, gpu_name="b200").best.tokens_per_second
         for more in ("", " --moe-grouped-gemm")
     )
     assert grouped > 1.1 * plain

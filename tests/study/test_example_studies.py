@@ -28,18 +28,18 @@ def test_arguments_and_recipes(file, monkeypatch):
     monkeypatch.setattr(Machine, "current", lambda: Machine((9, 0), transformer_engine=True))
     study = read_study(file)
     jobs = jobs_of(study.model_copy(update={"seeds": study.seeds[:1]}), Path("runs"), DATA)
-    found = []
+    runs = []
     for job in jobs:
         args = parse_arguments(job.command[4:])
         destroy_global_state()
         torch.use_deterministic_algorithms(False)  # --deterministic-mode turns them on
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
         compatibility.refuse(compatibility.cuda_graphs(args, recipe))
-        own = (args.mxnorm, args.mxnorm_p, args.train_iters, args.lr, job.start)
-        found.append((*own, recipe))
-    assert len(found) > 2
-    for number, one in enumerate(found):
-        assert one not in found[:number]
+        others = (args.mxnorm, args.mxnorm_p, args.train_iters, args.lr, job.start)
+        runs.append((*others, recipe))
+    assert len(runs) > 2
+    for number, run in enumerate(runs):
+        assert run not in runs[:number]
 
 
 def test_methods_of_the_leaderboard_quantize_every_layer():

@@ -1,8 +1,13 @@
-"""Studies in commands of limited length: what fits into one, and that the next one continues."""
+"""Studies that stop, after a time or by a signal, and that the next command continues."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +19,37 @@ from megatron_lowbit.study.command import main
 from megatron_lowbit.study.definition import Job, Study, jobs_of, training_words
 from megatron_lowbit.study.schedule import Pace, commands_of, pace_of
 
+TRACKER = "latest_checkpointed_iteration.txt"
+RUN = "from megatron_lowbit.commands import study; study()"
 
-def test_what_fits_into_a_command():
-    """In order, on the first place that is free; what is too long has a command alone."""
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def started(arguments: list[str], output: Path) -> subprocess.Popen:
+    """Start a study whose first run has logged an iteration."""
+    # Whoever runs the tests in the background ignores Ctrl-C, and so would what they start.
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_for(output / "base-1" / "metrics.jsonl")
+    return process
+
+
+def test_jobs_are_divided_among_commands():
+    """In order, on the first free GPU; a job that is too long gets a command of its own."""
     seconds = {"a": 4.0, "b": 6.0, "c": 5.0, "d": 5.0, "e": 30.0, "f": 1.0}
 
-    def divided(places: int, *names: str) -> list[str]:
+    def divided(slots: int, *names: str) -> list[str]:
         jobs = [Job(name, 1, Path(name), []) for name in names]
-        commands = commands_of(jobs, lambda job: seconds[job.name], places, 10.0)
+        commands = commands_of(jobs, lambda job: seconds[job.name], slots, 10.0)
         return ["".join(job.name for job in command) for command in commands]
 
     assert divided(1, "a", "b", "c", "d") == ["ab", "cd"]
@@ -33,8 +61,8 @@ def test_what_fits_into_a_command():
 def test_runs_together_share_the_gpu():
     """A GPU that is busy for 8 of 20 ms has room for two runs, not for three."""
     pace = Pace(step=0.020, busy=0.008, iterations=1000)
-    found = [pace.seconds(at_once, start_up=5.0) for at_once in (1, 2, 3)]
-    assert found == pytest.approx([25.0, 25.0, 29.0])
+    taken = [pace.seconds(at_once, start_up=5.0) for at_once in (1, 2, 3)]
+    assert taken == pytest.approx([25.0, 25.0, 29.0])
 
 
 def test_the_pace_is_the_planners():
@@ -58,9 +86,9 @@ def test_a_plan_refuses_what_training_refuses():
 
 def test_arguments_of_training():
     study = Study(arguments="--lr 1", seeds=[1], runs={"a": ""})
-    own = study.model_copy(update={"script": "train.py"})
-    for one in (study, own):
-        [job] = jobs_of(one, Path("out"), ["--more", "2"])
+    scripted = study.model_copy(update={"script": "train.py"})
+    for variant in (study, scripted):
+        [job] = jobs_of(variant, Path("out"), ["--more", "2"])
         assert training_words(job) == ["--lr", "1", "--more", "2", "--seed", "1"]
 
 
@@ -145,3 +173,48 @@ def test_the_plan(tmp_path, capsys):
     assert minutes == pytest.approx(pace_of(job, "h100").seconds(1, 30) / 60, abs=0.051)
     with pytest.raises(UserError, match=r"--minutes 0\.0: must be positive"):
         main(["plan", str(file), "--output", str(tmp_path / "out"), "--minutes", "0"])
+
+
+def test_an_interrupted_study_goes_on(study, write_script, tmp_path):
+    """Ctrl-C stops the run with a checkpoint, in one line; run again, it goes on from there."""
+    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
+    arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
+    first = started(arguments, output)
+    os.kill(first.pid, signal.SIGINT)
+    _, shown = first.communicate(timeout=30)
+    assert first.returncode == 130
+    assert shown.endswith(b"interrupted; the same command resumes the study\n")
+    assert b"Traceback" not in shown and b"7" in (output / "base-1" / TRACKER).read_bytes()
+    write_script("time.sleep", "(lambda _: None)")
+    main(arguments)
+    assert began(output / "base-1") == [0, 7]
+    last = (output / "base-1" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["iteration"] == 40
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_waits_for_no_checkpoint(study, write_script, tmp_path):
+    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
+    write_script("sys.exit()", "time.sleep(60)")
+    study_run = started(["run", str(file), "--output", str(output)], output)
+    os.kill(study_run.pid, signal.SIGINT)
+    wait_for(output / "base-1" / TRACKER)
+    os.kill(study_run.pid, signal.SIGINT)
+    _, shown = study_run.communicate(timeout=30)
+    assert study_run.returncode == 130 and b"Traceback" not in shown
+    assert shown.endswith(b"interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_study_that_is_ended_leaves_no_run(study, tmp_path, number):
+    """Its run saves a checkpoint. Meanwhile a second study into the folder is refused."""
+    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
+    arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
+    first = started(arguments, output)
+    with pytest.raises(UserError, match=f"--output {output}: in use by process {first.pid}"):
+        main(arguments)
+    os.kill(first.pid, number)
+    assert first.wait(timeout=30) == (143 if number == signal.SIGTERM else -number)
+    wait_for(output / "base-1" / TRACKER)
+    assert (output / "base-1" / TRACKER).read_text() == "7"

@@ -60,6 +60,6 @@ def test_a_recipe_that_keeps_the_worst(tmp_path, capsys):
         (["--recipe", "nvfp5", "--", "--load", "x"], "nvfp5"),
     ],
 )
-def test_what_does_not_fit(arguments, named):
+def test_invalid_arguments(arguments, named):
     with pytest.raises(UserError, match=named):
         main(["sensitivity", *arguments])

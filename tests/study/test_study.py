@@ -1,12 +1,7 @@
-"""Studies: which runs they are, that they go on, and what is wrong with a file."""
+"""Studies: their runs, failures and branches, and invalid files."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,28 +21,6 @@ from megatron_lowbit.study.definition import (
 from tests.fuzzed_yaml import changed_documents, damaged_texts
 
 ROOT = Path(__file__).parents[2]
-TRACKER = "latest_checkpointed_iteration.txt"
-RUN = "from megatron_lowbit.commands import study; study()"
-
-
-def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not file.is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def started(arguments: list[str], output: Path) -> subprocess.Popen:
-    """Start a study whose first run has logged an iteration."""
-    # Whoever runs the tests in the background ignores Ctrl-C, and so would what they start.
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
-    wait_for(output / "base-1" / "metrics.jsonl")
-    return process
 
 
 def lines(folder: Path) -> list[dict]:
@@ -90,7 +63,7 @@ def test_a_run_that_is_far_behind_gets_no_further_seeds(study, tmp_path, capsys)
 
 
 def test_a_run_that_fails(study, tmp_path):
-    """The others end; run again, it alone begins anew."""
+    """The others end; run again, only it begins again."""
     file, output = study(good="--scale 2", bad="--scale 2 --code 3"), tmp_path / "out"
     named = (
         rf"2 of 4 runs failed \(see output.log .*\): {output}/bad-1, {output}/bad-2: exit code 3$"
@@ -267,35 +240,6 @@ def test_a_branch_fails_with_its_trunk(study, tmp_path):
     assert not (output / "changed-1").exists()
 
 
-def test_an_interrupted_study_goes_on(study, write_script, tmp_path):
-    """Ctrl-C stops the run with a checkpoint, in one line; run again, it goes on from there."""
-    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
-    arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
-    first = started(arguments, output)
-    os.kill(first.pid, signal.SIGINT)
-    _, shown = first.communicate(timeout=30)
-    assert first.returncode == 130
-    assert shown.endswith(b"interrupted; the same command resumes the study\n")
-    assert b"Traceback" not in shown and b"7" in (output / "base-1" / TRACKER).read_bytes()
-    write_script("time.sleep", "(lambda _: None)")
-    main(arguments)
-    assert [line["began"] for line in lines(output / "base-1")][-1] == 7
-    assert lines(output / "base-1")[-1]["iteration"] == 40
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_waits_for_no_checkpoint(study, write_script, tmp_path):
-    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
-    write_script("sys.exit()", "time.sleep(60)")
-    study_run = started(["run", str(file), "--output", str(output)], output)
-    os.kill(study_run.pid, signal.SIGINT)
-    wait_for(output / "base-1" / TRACKER)
-    os.kill(study_run.pid, signal.SIGINT)
-    _, shown = study_run.communicate(timeout=30)
-    assert study_run.returncode == 130 and b"Traceback" not in shown
-    assert shown.endswith(b"interrupted\n")
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -328,7 +272,7 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint(study, write_script, tmp_path):
         ('arguments: "\\e[0m"\n', "not YAML of a study: line 1: control characters"),
     ],
 )
-def test_what_is_no_study(tmp_path, text, named):
+def test_invalid_study_files(tmp_path, text, named):
     file = tmp_path / "study.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match=f"study.yaml: {named}"):
@@ -414,18 +358,3 @@ def test_only_checkpoints_are_deleted(study, write_script, tmp_path):
     left = {path.name for path in (output / "base-5").iterdir()}
     assert left == {"iter_notes", "iter_0000009", "latest_notes.txt", "metrics.jsonl",
                     "output.log", "study.json"}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_study_that_is_ended_leaves_no_run(study, tmp_path, number):
-    """Its run saves a checkpoint. Meanwhile a second study into the folder is refused."""
-    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
-    arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
-    first = started(arguments, output)
-    with pytest.raises(UserError, match=f"--output {output}: in use by process {first.pid}"):
-        main(arguments)
-    os.kill(first.pid, number)
-    assert first.wait(timeout=30) == (143 if number == signal.SIGTERM else -number)
-    wait_for(output / "base-1" / TRACKER)
-    assert (output / "base-1" / TRACKER).read_text() == "7"

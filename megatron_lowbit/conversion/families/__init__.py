@@ -31,15 +31,15 @@ _MARKS = {
 """Families by the arguments that their models have; a model is of the first family that fits."""
 
 
-def from_config(config: dict[str, Any], place: str = CONFIG) -> ConvertibleModel:
-    """Return the model that a config.json describes; ``place`` is its file, for errors.
+def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
+    """Return the model that a config.json describes; ``file`` is its file, for errors.
 
     Raises UserError where no family is of its architecture, or does not take its entries.
     """
-    entries = Entries(config, place)
+    entries = Entries(config, file)
     names = entries.strings("architectures") or [entries.string("model_type", "none")]
     if names[0] not in FAMILIES:
-        raise UserError(f"{place}: architecture {names[0]} is not one of {', '.join(FAMILIES)}")
+        raise UserError(f"{file}: architecture {names[0]} is not one of {', '.join(FAMILIES)}")
     return FAMILIES[names[0]].from_config(config)
 
 

@@ -24,7 +24,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
 _EPSILON = 1e-6
-"""Epsilon of all norms: transformers fixes that of the norms of latents."""
+"""Epsilon of all norms: transformers fixes it for the norms of latents."""
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 """Values of YaRN that Megatron-LM's arguments cannot change."""
 _ATTENTION = {
@@ -92,11 +92,11 @@ def _rope_scaling(entries: Entries) -> dict[str, Any]:
             "mscale_all_dim": all_dimensions}  # fmt: skip
 
 
-def _check_scales(place: str, mscale: float, all_dimensions: float) -> None:
+def _check_scales(subject: str, mscale: float, all_dimensions: float) -> None:
     """Raise UserError where transformers and Megatron-LM do not scale attention alike."""
     require(
         (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0),
-        f"{place} mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and "
+        f"{subject} mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and "
         "Megatron-LM scale attention alike only if both are above 0, or 1 and 0",
     )
 
@@ -121,11 +121,11 @@ def _groups_of_a_token(entries: Entries) -> int:
     return chosen
 
 
-def _check_choice(place: str, groups: int, chosen: int, of_a_token: int) -> None:
+def _check_choice(subject: str, groups: int, chosen: int, of_a_token: int) -> None:
     """Raise UserError where transformers and Megatron-LM choose other groups of experts."""
     require(
         groups == chosen or of_a_token // chosen == 2,
-        f"{place}: Megatron-LM scores a group by its best num_experts_per_tok // topk_group "
+        f"{subject}: Megatron-LM scores a group by its best num_experts_per_tok // topk_group "
         "experts, transformers by its best two",
     )
 
@@ -139,8 +139,8 @@ def _more_entries(model: Model) -> dict[str, Any]:
     require("q_lora_rank" in model, f"the model has no q_lora_rank; it {_NO_QUERY_RANK}")
     of_a_token, width = model["moe_router_topk"], model["moe_ffn_hidden_size"]
     groups, chosen = model.get("moe_router_num_groups", 1), model.get("moe_router_group_topk", 0)
-    place = f"the model has moe_router_group_topk {chosen}"
-    _check_choice(place, groups, chosen or groups, of_a_token)
+    subject = f"the model has moe_router_group_topk {chosen}"
+    _check_choice(subject, groups, chosen or groups, of_a_token)
     shared = model.get("moe_shared_expert_intermediate_size", 0)
     require(
         shared > 0 and shared % width == 0,

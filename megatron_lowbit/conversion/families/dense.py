@@ -82,13 +82,13 @@ def scaled_rope(rope: Entries, rope_type: str, fixed: Mapping[str, float]) -> En
 
 
 def _rotary_base(
-    key: str, default: int, rope: Callable[[Entries], Entries] = rope_entries, place: str = ""
+    key: str, default: int, rope: Callable[[Entries], Entries] = rope_entries, prefix: str = ""
 ) -> Entry:
-    """Return the entry that is a rotary base: of its own, or among those of ``rope``."""
+    """Return the entry for a rotary base, at the top level or among the entries of ``rope``."""
 
     def read(entries: Entries) -> int:
         base = rope(entries).number("rope_theta", entries.number(key, default), above=1)
-        message = f"{CONFIG}: {place}rope_theta {base}: Megatron-LM's is an integer"
+        message = f"{CONFIG}: {prefix}rope_theta {base}: Megatron-LM's is an integer"
         require(base.is_integer(), message)
         return int(base)
 
@@ -244,8 +244,8 @@ GEMMA3 = Family(
 
 def _is_tanh_gelu(entries: Entries) -> bool:
     name, known = entries.string("activation_function", _TANH_GELU[0]), (*_TANH_GELU, _GELU)
-    place = f"{CONFIG}: activation_function {reprlib.repr(name)}"
-    require(name in known, f"{place}: Megatron-LM's GPT has {', '.join(map(repr, known))}")
+    entry = f"{CONFIG}: activation_function {reprlib.repr(name)}"
+    require(name in known, f"{entry}: Megatron-LM's GPT has {', '.join(map(repr, known))}")
     return name in _TANH_GELU
 
 

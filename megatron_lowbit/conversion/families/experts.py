@@ -2,7 +2,7 @@
 
 A gpt-oss has experts with biases and a clamped activation, attention sinks, windows and YaRN.
 Hugging Face stores its experts of a layer together, in BF16 or in MXFP4, which
-``layouts/gpt_oss.py`` takes apart.
+``layouts/gpt_oss.py`` separates.
 """
 
 from collections.abc import Callable, Sequence
@@ -152,7 +152,7 @@ _YARN = {
         "truncate", lambda rope: rope.boolean("truncate", True)
     ),
 }
-"""Arguments with their entries inside those of rotary embeddings."""
+"""Arguments with their entries inside the entries of rotary embeddings."""
 
 
 def _yarn(entries: Entries) -> dict[str, Any]:

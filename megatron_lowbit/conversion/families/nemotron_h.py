@@ -15,10 +15,10 @@ from megatron_lowbit.json_files import Entries
 
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
             "mamba": "M", "attention": "*"}  # fmt: skip
-"""Symbols of types of blocks. The last two names are those of older files."""
+"""Symbols of types of blocks. The last two names are from older files."""
 _TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 _EPSILON = 1e-5
-"""Epsilon of all norms: megatron-core fixes that of a Mamba block."""
+"""Epsilon of all norms: megatron-core fixes it for a Mamba block."""
 _SMALLEST_STEP = 1e-30
 """transformers raises steps to ``time_step_min``; megatron-core leaves them, and 0 has no log."""
 

@@ -102,7 +102,7 @@ class _Form(NamedTuple):
     """Form of a number format in compressed-tensors.
 
     ``parts`` are a module's tensors: codes in ``dtype``, block scales, and a third that is the
-    tensor scale or the size. ``input`` is the format of inputs that is declared beside it.
+    tensor scale or the size. ``input`` is the format of inputs that is declared with it.
     """
 
     name: str

@@ -42,7 +42,7 @@ _STACK_OF = {
     for name in (role, _MIXTRAL[role])
 }
 _ENDINGS = {"weight": "", "bias": "_bias", "weight_blocks": "_blocks", "weight_scales": "_scales"}
-"""Ends of the names of stored tensors, by those of one expert's."""
+"""Ends of the names of stored tensors, by the ends of the names of one expert's tensors."""
 _EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.\d+\.(\w+)(?:\.(\w+))?")
 _MODEL_TYPES = ("gpt_oss",)
 _MOST_EXPERTS = 2**10
