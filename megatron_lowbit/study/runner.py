@@ -67,91 +67,124 @@ def run(
     Raises:
         TrainingError: a run failed, or the one that it begins from; the others have ended.
     """
-    trunks = {job.start.folder for job in jobs if job.start}
-    finished = [job for job in jobs if is_finished(job)]
-    needed = {job.start.folder for job in jobs if job.start and job not in finished}
-    finished = [job for job in finished if job.folder not in needed or has_checkpoint(job.folder)]
-    left = [job for job in jobs if job not in finished]
-    running: list[_Running] = []
-    causes: dict[Path, str] = {}
-    free = list(gpus)
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    longest = 0.0  # seconds of the longest run
-
-    def finish(ended: _Running) -> None:
-        """Record that a run has ended, or the cause of its failure."""
-        running.remove(ended)
-        if ended.process.returncode:
-            causes[ended.job.folder] = _cause(ended)
-            return
-        mark(ended.job, finished=True)
-        if not keep_checkpoints and ended.job.folder not in trunks:
-            _remove_checkpoints(ended.job.folder)
-        finished.append(ended.job)
-
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=plain_console(stderr=True)) as progress:
-        bar = progress.add_task("runs", total=len(jobs), completed=len(finished))
-
-        def compare() -> None:
-            """Print how the finished runs compare, and skip runs that are far behind."""
-            line, names = judge(finished)
-            if line:
-                progress.console.print(line, highlight=False)
-            left[:] = [job for job in left if job.name not in names or job.folder in trunks]
-            progress.update(bar, total=len(finished) + len(left) + len(running) + len(causes))
-
+        state = _StudyState(jobs, gpus, keep_checkpoints, judge, minutes, progress)
         try:
-            compare()
-            while left or running:
-                done = {job.folder for job in finished}
-                ready = [job for job in left if not job.start or job.start.folder in done]
-                for job in ready[: len(free)] if time.monotonic() + longest < end else ():
-                    left.remove(job)
-                    running.append(_start(job, free.pop(0), progress))
-                if not running:
-                    if not ready:
-                        starts = ((job.folder, job.start) for job in left if job.start)
-                        causes |= {folder: f"{start.folder} failed" for folder, start in starts}
-                    break
-                time.sleep(_POLL_SECONDS)
-                if time.monotonic() >= end:
-                    break
-                for each in list(running):
-                    progress.update(each.task, completed=_iteration(each.job))
-                    if each.process.poll() is None:
-                        continue
-                    progress.remove_task(each.task)
-                    progress.advance(bar)
-                    free.append(each.gpu)
-                    finish(each)
-                    if each.job in finished:
-                        longest = max(longest, time.monotonic() - each.began)
-                        compare()
+            state.compare()
+            while state.advance():
+                pass
         except KeyboardInterrupt:
             stopping = "stopping; Ctrl-C again does not wait for checkpoints"
-            progress.update(bar, description=stopping)
+            progress.update(state.bar, description=stopping)
             raise KeyboardInterrupt("interrupted; the same command resumes the study") from None
         finally:
-            _stop(running)
-    for each in list(running):
-        # Stopped after its last iteration, it is complete.
-        if not each.process.returncode and _iteration(each.job) == planned_iterations(each.job):
-            finish(each)
-    unfinished = len(left) + len(running) if minutes else 0
-    if unfinished:
-        say(f"{unfinished} runs are left; the same command continues with them", file=sys.stderr)
-    if causes:
-        folders: dict[str, list[str]] = {}
-        for folder, cause in causes.items():
-            folders.setdefault(cause, []).append(str(folder))
-        text = "; ".join(f"{', '.join(names)}: {cause}" for cause, names in folders.items())
-        count = f"{len(causes)} of {len(jobs)} runs failed"
-        raise TrainingError(f"{count} (see {_LOG} in the folder): {text}")
-    if not keep_checkpoints and not unfinished:
-        for folder in trunks:
-            _remove_checkpoints(folder)
-    return [job for job in jobs if job in finished]
+            _stop(state.running)
+    state.end()
+    return [job for job in jobs if job in state.finished]
+
+
+class _StudyState:
+    """Jobs of a study that are left, are running, have finished or have failed.
+
+    Attributes:
+        trunks: folders of the runs that others begin from.
+        causes: causes of failures by folder.
+        free: a GPU, or None, for each further run that may start.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], gpus: Sequence[str | None], keep_checkpoints: bool, judge: Judge,
+        minutes: float | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._jobs, self._keep_checkpoints, self._judge = jobs, keep_checkpoints, judge
+        self._minutes, self._progress = minutes, progress
+        self._deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._longest = 0.0  # seconds of the longest run
+        self.trunks = {job.start.folder for job in jobs if job.start}
+        finished = [job for job in jobs if is_finished(job)]
+        needed = {job.start.folder for job in jobs if job.start and job not in finished}
+        self.finished = [
+            job for job in finished if job.folder not in needed or has_checkpoint(job.folder)
+        ]
+        self.left = [job for job in jobs if job not in self.finished]
+        self.running: list[_Running] = []
+        self.causes: dict[Path, str] = {}
+        self.free = list(gpus)
+        self.bar = progress.add_task("runs", total=len(jobs), completed=len(self.finished))
+
+    def compare(self) -> None:
+        """Print the comparison of the finished runs, and skip runs that are far behind."""
+        line, names = self._judge(self.finished)
+        if line:
+            self._progress.console.print(line, highlight=False)
+        self.left = [job for job in self.left if job.name not in names or job.folder in self.trunks]
+        ended, waiting = len(self.finished) + len(self.causes), len(self.left)
+        self._progress.update(self.bar, total=ended + len(self.running) + waiting)
+
+    def advance(self) -> bool:
+        """Start runs on free GPUs, wait, and finish ended runs; return False at the end."""
+        done = {job.folder for job in self.finished}
+        ready = [job for job in self.left if not job.start or job.start.folder in done]
+        has_time = time.monotonic() + self._longest < self._deadline
+        for job in ready[: len(self.free)] if has_time else ():
+            self.left.remove(job)
+            self.running.append(_start(job, self.free.pop(0), self._progress))
+        if not self.running:
+            if not ready:
+                starts = ((job.folder, job.start) for job in self.left if job.start)
+                self.causes |= {folder: f"{start.folder} failed" for folder, start in starts}
+            return False
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() >= self._deadline:
+            return False
+        for run in list(self.running):
+            self._progress.update(run.task, completed=_iteration(run.job))
+            if run.process.poll() is None:
+                continue
+            self._progress.remove_task(run.task)
+            self._progress.advance(self.bar)
+            self.free.append(run.gpu)
+            self._finish(run)
+            if run.job in self.finished:
+                self._longest = max(self._longest, time.monotonic() - run.began)
+                self.compare()
+        return True
+
+    def _finish(self, ended: _Running) -> None:
+        """Record that a run has ended, or the cause of its failure."""
+        self.running.remove(ended)
+        if ended.process.returncode:
+            self.causes[ended.job.folder] = _cause(ended)
+            return
+        mark(ended.job, finished=True)
+        if not self._keep_checkpoints and ended.job.folder not in self.trunks:
+            _remove_checkpoints(ended.job.folder)
+        self.finished.append(ended.job)
+
+    def end(self) -> None:
+        """Finish the runs that were stopped, and remove the trunks' checkpoints.
+
+        Raises TrainingError if a run failed.
+        """
+        for run in list(self.running):
+            # Stopped after its last iteration, it is complete.
+            if not run.process.returncode and _iteration(run.job) == planned_iterations(run.job):
+                self._finish(run)
+        unfinished = len(self.left) + len(self.running) if self._minutes else 0
+        if unfinished:
+            line = f"{unfinished} runs are left; the same command continues with them"
+            say(line, file=sys.stderr)
+        if self.causes:
+            folders: dict[str, list[str]] = {}
+            for folder, cause in self.causes.items():
+                folders.setdefault(cause, []).append(str(folder))
+            text = "; ".join(f"{', '.join(names)}: {cause}" for cause, names in folders.items())
+            count = f"{len(self.causes)} of {len(self._jobs)} runs failed"
+            raise TrainingError(f"{count} (see {_LOG} in the folder): {text}")
+        if not self._keep_checkpoints and not unfinished:
+            for folder in self.trunks:
+                _remove_checkpoints(folder)
 
 
 def _start(job: Job, gpu: str | None, progress: Progress) -> _Running:
