@@ -147,7 +147,7 @@ def loaded_well(
     return LOADS
 
 
-@pytest.mark.parametrize(("family", "kind", "share"), EACH)
+@pytest.mark.parametrize(("family", "stored_as", "share"), EACH)
 def test_an_export_loads_as_the_command_says(
     family, stored_as, share, checkpoint_of, tmp_path, monkeypatch
 ):
