@@ -9,6 +9,10 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.formats import E4M3, ElementFormat, decode, encode
 
+Encoded = tuple[Tensor, Tensor, Tensor]
+"""Codes (R, K), ``element.dtype`` or uint8, one per byte; scales, rows (or rows of blocks) first,
+then blocks along K; tensor scale, an FP32 scalar."""
+
 
 @dataclass(frozen=True)
 class BlockFormat(ABC):
@@ -39,9 +43,7 @@ class BlockFormat(ABC):
     repeats_scales: ClassVar[bool] = True
 
     @abstractmethod
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks.
 
         Args:
@@ -49,10 +51,6 @@ class BlockFormat(ABC):
             amax: FP32 scalar that the tensor scale is made from; unused without one.
             uniform: FP32 (R, K) in (0, 1) for stochastic rounding, or (draws, R, K) where the
                 format takes several; None rounds to nearest-even.
-
-        Returns:
-            codes (R, K), ``element.dtype`` or uint8, one a byte; scales, rows or rows of blocks
-            first, then blocks along K; tensor_scale, an FP32 scalar.
         """
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:

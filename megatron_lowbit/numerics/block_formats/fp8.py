@@ -19,7 +19,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
+from megatron_lowbit.numerics.block_format import (
+    BlockFormat,
+    Encoded,
+    block_amax,
+    blocks,
+    finite_amax,
+)
 from megatron_lowbit.numerics.formats import E4M3, E5M2, ElementFormat, decode, encode
 
 TILE = 128
@@ -58,18 +64,13 @@ class FP8Tile(BlockFormat):
         return self.element.bits + self.scale_bits / (self.block_rows * self.block)
 
     @property
-    def exact_in_bf16(self) -> bool:
-        """True if an element times its tile's scale is a BF16 number."""
-        return self.scale_format == "pow2"
-
-    @property
     def folds(self) -> bool:
         """True for power-of-two scales."""
         return self.scale_format == "pow2"
 
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    exact_in_bf16 = folds
+
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole tiles; tensor_scale is 1."""
         tiles = blocks(x, self.block_rows, self.block)
         scale = _encode_scale(block_amax(tiles), self.element, self.scale_format)
@@ -89,18 +90,12 @@ class FP8Tensor(BlockFormat):
 
     block = 1
     tensor_scaled = True
+    exact_in_bf16 = True
     scale_bits = 0
     scale_dtype = torch.float32
     OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2")}
 
-    @property
-    def exact_in_bf16(self) -> bool:
-        """True: an element times its scale is a BF16 number."""
-        return True
-
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize by the given amax, which need not be x's own: what exceeds it saturates."""
         scale = _encode_scale(finite_amax(amax), self.element, self.scale_format)
         codes = encode(x * scale, self.element, uniform)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, constant, finite_amax
+from megatron_lowbit.numerics.block_format import BlockFormat, Encoded, constant, finite_amax
 from megatron_lowbit.numerics.formats import E4M3, E5M2, decode, encode
 
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -38,9 +38,7 @@ class FP8Row(BlockFormat):
     scale_bits = 0
     scale_dtype = torch.float32
 
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize rows (R, K), each by its own largest magnitude."""
         # Rows without columns have no largest magnitude: a gradient of no tokens, transposed.
         amaxes = x.abs().amax(-1, keepdim=True) if x.shape[1] else x.new_zeros((x.shape[0], 1))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import (
     BlockFormat,
+    Encoded,
     block_amax,
     blocks,
     constant,
@@ -52,9 +53,7 @@ class INT4Group(BlockFormat):
     scale_bits = 16
     scale_dtype = torch.bfloat16
 
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole groups."""
         groups = blocks(x, 1, self.block)
         largest = block_amax(groups)

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import (
     BlockFormat,
+    Encoded,
     block_amax,
     blocks,
     decode_scale,
@@ -90,15 +91,9 @@ class MSEden(BlockFormat):
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {"arithmetic": ("quartet2", "torchao")}
     scale_dtype = torch.float8_e4m3fn
     exact_in_bf16 = True
+    random_bits = 16  # as E4M3 scales take; a block takes its first element's number
 
-    @property
-    def random_bits(self) -> int:
-        """16, as E4M3 scales take; a block takes its first element's number."""
-        return 16
-
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks; scales (R, K/16)."""
         quantize = _torchao if self.arithmetic == "torchao" else _quartet2
         codes, corrected, tensor_scale = quantize(blocks(x, 1, BLOCK), finite_amax(amax))

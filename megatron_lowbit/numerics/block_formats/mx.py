@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_lowbit.numerics import formats
 from megatron_lowbit.numerics.block_format import (
     BlockFormat,
+    Encoded,
     block_amax,
     blocks,
     constant,
@@ -80,25 +81,14 @@ class MX(BlockFormat):
     block: int = BLOCK  # type: ignore[misc]  # the other formats' is their class's
 
     scale_bits = 8
+    exact_in_bf16 = folds = True
     OPTIONS: ClassVar = {
         "scale_rounding": ("floor", "rceil", "ceil", "even"),
         "three_quarters": (False, True),
         "block": (BLOCK, 16),
     }
 
-    @property
-    def exact_in_bf16(self) -> bool:
-        """True: an element times its scale is a BF16 number."""
-        return True
-
-    @property
-    def folds(self) -> bool:
-        """True: scales are powers of two."""
-        return True
-
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks; scales (R, K/32)."""
         tiles = blocks(x, self.block_rows, self.block)
         scales = scale_bytes(block_amax(tiles), self.element, self.scale_rounding)

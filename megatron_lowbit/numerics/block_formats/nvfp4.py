@@ -42,6 +42,7 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import (
     BlockFormat,
+    Encoded,
     block_amax,
     blocks,
     constant,
@@ -92,6 +93,7 @@ class NVFP4(BlockFormat):
     tensor_scaled = True
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
+    exact_in_bf16 = True
     OPTIONS: ClassVar = {
         "block_scales": ("e4m3", "foldable", "foldable-up"),
         "four_over_six": ("none", "mse", "mae", "abs_max"),
@@ -132,14 +134,7 @@ class NVFP4(BlockFormat):
         """True if a block's amax is multiplied by a sixth of S_enc, not divided by the element."""
         return self.four_over_six == "none" and not self.sixteen_seventeenths
 
-    @property
-    def exact_in_bf16(self) -> bool:
-        """True: an element times its scale is a BF16 number."""
-        return True
-
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
         top = self.element_max * self.top_scale

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import (
     BlockFormat,
+    Encoded,
     block_amax,
     blocks,
     decode_scale,
@@ -45,15 +46,9 @@ class Quartet2(BlockFormat):
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
     exact_in_bf16 = True
+    draws = 2  # both candidates are rounded
 
-    @property
-    def draws(self) -> int:
-        """Two: both candidates are rounded."""
-        return 2
-
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
         tensor_scale = decode_scale(amax, MAX_SCALE, E2M1.max)

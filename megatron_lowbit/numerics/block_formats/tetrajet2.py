@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks
+from megatron_lowbit.numerics.block_format import BlockFormat, Encoded, block_amax, blocks
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
 
 OUTER, INNER = 128, 16
@@ -38,9 +38,7 @@ class TetraJet2(BlockFormat):
     block = OUTER
     scale_bits = 8 * _SCALE_BYTES
 
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks."""
         amaxes = block_amax(blocks(x, 1, OUTER)).squeeze(1)
         # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).

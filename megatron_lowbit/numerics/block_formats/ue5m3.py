@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import (
     BlockFormat,
+    Encoded,
     block_amax,
     blocks,
     constant,
@@ -74,16 +75,10 @@ class UE5M3(BlockFormat):
 
     block = BLOCK
     scale_bits = 8
+    exact_in_bf16 = True  # a product has at most 6 significant bits
     OPTIONS: ClassVar = {"tensor_scaled": (True, False)}
 
-    @property
-    def exact_in_bf16(self) -> bool:
-        """True: an element times its scale has at most 6 significant bits."""
-        return True
-
-    def encode(
-        self, x: Tensor, amax: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks; scales (R, K/16)."""
         s_enc = constant(1.0, like=x)
         if self.tensor_scaled:
