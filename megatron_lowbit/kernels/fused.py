@@ -10,21 +10,16 @@ from torch import Tensor
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.engine import Engine, Into, ScaleAmax
-from megatron_lowbit.kernels.gemm import (
-    GpuOperand,
-    folded_pair,
-    multiply,
-    plain,
-    with_means,
-)
+from megatron_lowbit.kernels.gemm import folded_pair, multiply, plain
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
-from megatron_lowbit.kernels.means import split_mean
+from megatron_lowbit.kernels.means import quantize_residuals, splits_mean, with_means
 from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.operand_group import representative_operand
 from megatron_lowbit.kernels.operands import (
     ExactBF16,
+    GpuOperand,
     Transposed,
     exact_values,
     is_exact,
@@ -36,7 +31,6 @@ from megatron_lowbit.kernels.split import as_matrix_list
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
-    DelayedAmax,
     QuantizedTensor,
     Request,
     Requests,
@@ -70,7 +64,7 @@ class FusedEngine(Engine):
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of both sides, from one pass over x."""
-        if _any_splits_mean(row, col):
+        if splits_mean(row, col):
             return super().amaxes(x, row, col)
         return tensor_amaxes(x, row, col)
 
@@ -86,9 +80,8 @@ class FusedEngine(Engine):
         Codes of square blocks that serve both sides are made once. What has no kernel is quantized
         by the reference.
         """
-        if _any_splits_mean(row, col):
-            by_row = None if row is None else self._quantize_side(x, row, amaxes[0])
-            return by_row, None if col is None else self._quantize_side(x.t(), col, amaxes[1])
+        if splits_mean(row, col):
+            return quantize_residuals(self.quantize, x, row, col, amaxes)
         kinds = row and row.kind, col and col.kind
         forms = forms_of(*kinds, row is col, x.dtype, self.capability)
         if forms is None:
@@ -100,17 +93,6 @@ class FusedEngine(Engine):
             _, by_col = quantize_both(x, None, col, amaxes, sides)
             return transposed(by_col), by_col
         return quantize_both(x, row, col, amaxes, sides)
-
-    def _quantize_side(
-        self, x: Tensor, request: Request, amax: Tensor | DelayedAmax | None
-    ) -> GpuOperand | None:
-        """Quantize x along its rows, or its residual from their mean, which the operand gets."""
-        if not request.quantizer.splits_mean:
-            return self.quantize(x, request, None, (amax, None))[0]
-        mean, residual = split_mean(x)
-        request = replace(request, quantizer=replace(request.quantizer, splits_mean=False))
-        codes, _ = self.quantize(residual, request, None, (amax, None))
-        return replace(codes, mean=mean[None] if isinstance(codes, ExactBF16) else mean)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
@@ -230,11 +212,6 @@ class FusedEngine(Engine):
             return routes.EXACT
         formats = [side.format if isinstance(side, QuantizedTensor) else side for side in pair]
         return self.route(*(None if isinstance(f, Tensor) else f for f in formats), folding)
-
-
-def _any_splits_mean(*requests: Request | None) -> bool:
-    """Return True if one of the requests splits the mean of rows off."""
-    return any(one is not None and one.quantizer.splits_mean for one in requests)
 
 
 def _are_tensors(lhs: GpuOperand, rhs: GpuOperand) -> bool:

@@ -13,13 +13,11 @@ from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.engine import Into, accumulate_into
 from megatron_lowbit.kernels.means import add_means, without_mean
-from megatron_lowbit.kernels.operands import ExactBF16, Transposed, exact_values, fold, is_exact
+from megatron_lowbit.kernels.operands import ExactBF16, GpuOperand, Transposed, exact_values, fold
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 from megatron_lowbit.numerics.folding import folded_format
-
-GpuOperand = Tensor | QuantizedTensor | ExactBF16 | Transposed
 
 _ALIGNMENT = 16
 """cuBLAS takes FP8 matrices whose sizes are multiples of this."""
@@ -185,23 +183,6 @@ GEMMS = {
     routes.EXACT: exact_product,
 }
 """Function of each route; what is dequantized is multiplied by the reference."""
-
-
-def with_means(
-    lhs: GpuOperand, rhs: GpuOperand, has_tensor_cores: bool
-) -> tuple[GpuOperand, GpuOperand]:
-    """Return operands, decoded where the mean of their rows was split off.
-
-    Both are exact in BF16 then, or one becomes FP32 values.
-    """
-    pair = lhs, rhs
-    lacks_mean = [isinstance(q, QuantizedTensor) and q.mean is not None for q in pair]
-    if not any(lacks_mean):
-        return lhs, rhs
-    exact = has_tensor_cores and is_exact(lhs) and is_exact(rhs)
-    decode = exact_values if exact else QuantizedTensor.dequantize
-    left, right = (decode(q) if lacks else q for q, lacks in zip(pair, lacks_mean, strict=True))
-    return left, right
 
 
 def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:

@@ -6,14 +6,19 @@ product gives a row that all rows have in common; one that is the same for all t
 product with the sums of the other operand.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.operands import ExactBF16
+from megatron_lowbit.kernels.operands import ExactBF16, GpuOperand, exact_values, is_exact
 from megatron_lowbit.kernels.tiles import load_raw
+from megatron_lowbit.numerics import QuantizedTensor, Request, ScaleAmaxes
 from megatron_lowbit.numerics import mean_residual as reference
 
 _TILE = 16, 128
@@ -50,6 +55,53 @@ def _sums_kernel(
         row0 += parts * TM
     column = col0 + tl.arange(0, TN)
     tl.store(sums + part.to(tl.int64) * C + column, tl.sum(tile, 0), mask=column < C)
+
+
+def splits_mean(*requests: Request | None) -> bool:
+    """Return True if one of the requests splits the mean of rows off."""
+    return any(request is not None and request.quantizer.splits_mean for request in requests)
+
+
+def quantize_residuals(
+    quantize: Callable[..., tuple[Any, Any]],
+    x: Tensor,
+    row: Request | None,
+    col: Request | None,
+    amaxes: ScaleAmaxes,
+) -> tuple[GpuOperand | None, GpuOperand | None]:
+    """Quantize x and its transpose, or the residuals from means of rows, which operands then have.
+
+    The arguments are those of :meth:`Engine.quantize`, which is ``quantize``.
+    """
+    operands = []
+    for matrix, request, amax in zip((x, x.t()), (row, col), amaxes, strict=True):
+        mean = None
+        if request is not None and request.quantizer.splits_mean:
+            mean, matrix = split_mean(matrix)
+            request = replace(request, quantizer=replace(request.quantizer, splits_mean=False))
+        operand = None if request is None else quantize(matrix, request, None, (amax, None))[0]
+        if mean is not None:
+            mean = mean[None] if isinstance(operand, ExactBF16) else mean
+            operand = replace(operand, mean=mean)
+        operands.append(operand)
+    return operands[0], operands[1]
+
+
+def with_means(
+    lhs: GpuOperand, rhs: GpuOperand, has_tensor_cores: bool
+) -> tuple[GpuOperand, GpuOperand]:
+    """Return operands, decoded where the mean of their rows was split off.
+
+    Both are exact in BF16 then, or one becomes FP32 values.
+    """
+    pair = lhs, rhs
+    lacks_mean = [isinstance(q, QuantizedTensor) and q.mean is not None for q in pair]
+    if not any(lacks_mean):
+        return lhs, rhs
+    exact = has_tensor_cores and is_exact(lhs) and is_exact(rhs)
+    decode = exact_values if exact else QuantizedTensor.dequantize
+    left, right = (decode(q) if lacks else q for q, lacks in zip(pair, lacks_mean, strict=True))
+    return left, right
 
 
 def without_mean(operand: ExactBF16) -> ExactBF16:

@@ -70,12 +70,16 @@ class Transposed:
         return self.of.format
 
 
+GpuOperand = Tensor | QuantizedTensor | ExactBF16 | Transposed
+"""Operand of a GEMM on a GPU."""
+
+
 def transposed(operand: QuantizedTensor | ExactBF16) -> Transposed | ExactBF16:
     """Return the transpose of an operand in square blocks, in the same memory."""
     return operand.t() if isinstance(operand, ExactBF16) else Transposed(operand)
 
 
-def is_exact(operand: Tensor | QuantizedTensor | Transposed | ExactBF16) -> bool:
+def is_exact(operand: GpuOperand) -> bool:
     """Return True for BF16 numbers, and for codes that :func:`exact_values` decodes exactly."""
     if isinstance(operand, Tensor):
         return operand.dtype is torch.bfloat16
