@@ -36,6 +36,7 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics.randomness import uniform
 from megatron_lowbit.recipes import load_recipe, shipped_recipes
 from tests.marks import others_slow
+from tests.numerics.conftest import INPUTS, Golden, Lab, codes_of
 
 pytestmark = pytest.mark.skipif(
     compiled.missing_compiler() is not None, reason=str(compiled.missing_compiler())
@@ -53,8 +54,7 @@ for rows in (3, 5):
 print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
 """
 ENGINE = compiled.CompiledEngine("tests")
-GOLDEN = np.load(ROOT / "tests" / "golden" / "quantizers.npz")
-INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
+GOLDEN, LAB = Golden(), Lab()
 NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
 # Rows and groups of a shard in the middle of a larger tensor.
 SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(16) + 5) * 7)
@@ -101,14 +101,9 @@ The arithmetic of others is the reference's, which other tests hold to golden ve
 """
 
 
-def golden_input(name):
-    bits = GOLDEN[f"{name}/input_bf16_bits"].view(np.int16)
-    return torch.from_numpy(bits).view(torch.bfloat16)
-
-
 def golden_inputs(format):
     """Return the golden inputs: one tensor if each block stands alone, else one after another."""
-    inputs = [golden_input(name) for name in INPUTS]
+    inputs = [GOLDEN.x(name) for name in INPUTS]
     return inputs if format.tensor_scaled else [torch.cat(inputs)]
 
 
@@ -222,7 +217,7 @@ def test_fused_is_the_reference(quantizer):
 )
 def test_shard(quantizer):
     """Rows and columns of a shard in the middle of a larger tensor."""
-    for x in (golden_input("gauss"), golden_input("heavy").float()):
+    for x in (GOLDEN.x("gauss"), GOLDEN.x("heavy").float()):
         assert_same(quantizer, x, draw=SHARD)
         assert_same(quantizer, x, draw=SHARD, hadamard=Hadamard(64, "fresh", "fp32"), sign_key=5)
 
@@ -237,14 +232,13 @@ def test_shard(quantizer):
 @pytest.mark.parametrize("name", INPUTS)
 def test_golden_codes(name, key, format):
     """Straight against the golden arrays: no step of ours in between."""
-    q, _ = ENGINE.quantize(golden_input(name), Request(Quantizer(FORMATS[format])), None)
+    q, _ = ENGINE.quantize(GOLDEN.x(name), Request(Quantizer(FORMATS[format])), None)
     np.testing.assert_array_equal(q.codes.numpy(), GOLDEN[f"{name}/{key}/row_codes"])
     np.testing.assert_array_equal(
         q.scales.view(torch.uint8).numpy(), GOLDEN[f"{name}/{key}/row_scales_e4m3"]
     )
 
 
-LAB = np.load(ROOT / "tests" / "golden" / "fp4_lab.npz")
 METHODS = {  # golden key -> our format
     "te_mae_256": format_by_name("nvfp4", four_over_six="mae", max_scale=256),
     "te_mse_448": format_by_name("nvfp4", four_over_six="mse"),
@@ -258,22 +252,19 @@ METHODS = {  # golden key -> our format
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", METHODS)
-@pytest.mark.parametrize("name", ["gauss", "outlier", "grad", "tiny", "zeros", "ties"])
+@pytest.mark.parametrize("name", Lab.INPUTS)
 def test_golden_codes_of_newer_methods(name, key):
     """Codes in all blocks whose scale is not 0, where values are; scales in every block."""
-    x = torch.from_numpy(LAB[f"{name}/bits"]).view(torch.bfloat16)
+    x = LAB.x(name)
     q, _ = ENGINE.quantize(x, Request(Quantizer(METHODS[key])), None)
     stored = q.scales.view(torch.uint8).numpy()
     stored = stored[:, 4:] if key == "tetrajet" else stored[:: q.format.block_rows]
     scales = LAB[f"{name}/{key}/{'inner' if key == 'tetrajet' else 'scales'}"]
     np.testing.assert_array_equal(stored, scales)
     shown = (scales > 0).repeat(q.format.block_rows, 0).repeat(16, 1)
-    ours, golden = (
-        np.stack([codes & 15, codes >> 4], axis=-1).reshape(x.shape)
-        for codes in (q.codes.numpy(), LAB[f"{name}/{key}/codes"])
-    )
-    ours = np.where(ours == 8, 0, ours)  # zeros without a sign
-    np.testing.assert_array_equal(ours[shown], golden[shown])
+    codes = codes_of(q)
+    codes = np.where(codes == 8, 0, codes)  # zeros without a sign
+    np.testing.assert_array_equal(codes[shown], LAB.codes(f"{name}/{key}")[shown])
 
 
 @pytest.mark.parametrize("bits", others_slow([8, 16], [8]))

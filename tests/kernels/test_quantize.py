@@ -1,9 +1,7 @@
 """The Triton kernels against the reference arithmetic, bit for bit; in the interpreter on a CPU."""
 
 from itertools import cycle, product
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,9 +18,8 @@ from megatron_lowbit.numerics import (
     Rounding,
 )
 from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
+from tests.numerics.conftest import INPUTS, Golden
 
-GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "quantizers.npz")
-GOLDEN_INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
     "mxfp4 three quarters": ("mxfp4", {"three_quarters": True}),
@@ -218,11 +215,10 @@ def test_a_scale_for_the_tensor_beside_one_a_row():
 @pytest.mark.gpu
 @pytest.mark.parametrize("hadamard", [None, Hadamard(16)], ids=str)
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("case", GOLDEN_INPUTS)
+@pytest.mark.parametrize("case", INPUTS)
 def test_golden_inputs(case, name, hadamard):
     """Ties, tiny, huge and whatever else the reference is itself held to others' results on."""
-    bits = torch.from_numpy(GOLDEN[f"{case}/input_bf16_bits"].astype(np.int16))
-    check(bits.view(torch.bfloat16), Quantizer(ALL[name]), hadamard)
+    check(Golden().x(case), Quantizer(ALL[name]), hadamard)
 
 
 def test_the_amax_that_makes_the_scale_may_be_another():

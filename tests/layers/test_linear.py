@@ -13,15 +13,11 @@ from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, LinearContext, lowbit_linear, operands
 from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.numerics import (
-    FORMATS,
-    Hadamard,
     Operand,
-    Quantizer,
-    Rounding,
     derive_key,
     quantize,
 )
-from megatron_lowbit.recipes import HIGH_PRECISION, GemmPrecision, LinearPrecision, load_recipe
+from megatron_lowbit.recipes import HIGH_PRECISION, GemmPrecision, load_recipe
 
 ENGINE = ReferenceEngine("tests")
 KEY = 2**63 + 12345  # keys are unsigned 64-bit
@@ -149,20 +145,6 @@ def test_quantized_products(precision, m, n, k):
         torch.testing.assert_close(
             result.double().reshape(expected.shape), expected, rtol=1e-5, atol=2e-5
         )
-
-
-def test_the_recipe_is_what_section_4_says():
-    """The quantizers that ``by_hand`` reads from the recipe, spelled out once."""
-    nearest, stochastic = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
-    rows, square = FORMATS["nvfp4"], FORMATS["nvfp4-2d"]
-    assert (
-        LinearPrecision(
-            GemmPrecision(Quantizer(rows, nearest), Quantizer(square, nearest)),
-            GemmPrecision(Quantizer(rows, stochastic), Quantizer(square, nearest)),
-            GemmPrecision(Quantizer(rows, stochastic), Quantizer(rows, nearest), Hadamard(16)),
-        )
-        == NVFP4
-    )
 
 
 def test_draws_are_from_the_documented_key():

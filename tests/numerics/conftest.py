@@ -6,12 +6,23 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lowbit.numerics import QuantizedTensor
+
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "quantizers.npz"
 INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
 
 
 def bytes_of(x: torch.Tensor) -> np.ndarray:
     return x.contiguous().view(torch.uint8).numpy()
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+def nibbles(packed: np.ndarray) -> np.ndarray:
+    """Return the 4-bit codes of a matrix of bytes, one per byte."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
 
 
 class Golden:
@@ -53,9 +64,8 @@ class Lab:
         return torch.from_numpy(self[f"{name}/{array}"]).view(torch.bfloat16).float()
 
     def codes(self, key: str) -> np.ndarray:
-        """Return codes, one a byte."""
-        packed = self[f"{key}/codes"]
-        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+        """Return codes, one per byte."""
+        return nibbles(self[f"{key}/codes"])
 
     def draws(self, shape: tuple[int, ...], k: int) -> torch.Tensor:
         """Return the uniform numbers of stream ``k``, FP32: 16 bits of a hash of the index."""
@@ -117,24 +127,16 @@ def nearest_codes(scaled: np.ndarray, element) -> np.ndarray:
     return (codes + 2 ** (element.bits - 1) * np.signbit(scaled)).astype(np.uint8)
 
 
-@pytest.fixture(scope="session")
-def scalar_codes():
-    return nearest_codes
+def codes_of(q: QuantizedTensor) -> np.ndarray:
+    """Return the codes of a quantized tensor as uint8, one per byte, whatever the width."""
+    codes = bytes_of(q.codes)
+    return nibbles(codes) if q.format.element.bits == 4 else codes
 
 
-@pytest.fixture(scope="session")
-def grids() -> dict[str, np.ndarray]:
-    return GRIDS
-
-
-@pytest.fixture(scope="session")
-def unpacked():
-    """Codes of a quantized tensor as uint8, one a byte, whatever the width."""
-
-    def codes_of(q) -> np.ndarray:
-        codes = q.codes.contiguous().view(torch.uint8).numpy()
-        if q.format.element.bits != 4:
-            return codes
-        return np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
-
-    return codes_of
+def assert_same(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    """Compare codes, scales and tensor scale bit by bit, and format and shape."""
+    for name in ("codes", "scales", "tensor_scale"):
+        ours, theirs = getattr(a, name), getattr(b, name)
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), name
+        assert torch.equal(bits(ours), bits(theirs)), name
+    assert (a.format, a.shape) == (b.format, b.shape)

@@ -14,6 +14,7 @@ from megatron_lowbit.numerics import (
     quantize,
 )
 from tests.marks import others_slow
+from tests.numerics.conftest import assert_same, bits
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -43,17 +44,6 @@ MX = [format for format in EVERY if format.name.startswith("mx")]
 
 def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().flatten().view(torch.uint8)
-
-
-def assert_same(a, b):
-    for name in ("codes", "scales", "tensor_scale"):
-        ours, theirs = getattr(a, name), getattr(b, name)
-        assert ours.shape == theirs.shape and torch.equal(bits(ours), bits(theirs)), name
-    assert (a.format, a.shape) == (b.format, b.shape)
 
 
 def test_what_is_covered():

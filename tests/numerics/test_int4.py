@@ -12,6 +12,7 @@ from compressed_tensors.quantization.quant_args import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from megatron_lowbit.numerics import FORMATS, Draw, Quantizer, Rounding, quantize
+from tests.numerics.conftest import codes_of
 
 GROUPS = (32, 128)
 
@@ -51,11 +52,11 @@ def test_bits_are_compressed_tensors(group, dtype):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_against_exact_fractions(group, unpacked):
+def test_against_exact_fractions(group):
     """Quotients by fractions: the scale is amax / 7.5 rounded to 8 bits, ties go to even codes."""
     x = rows_of_many_magnitudes()[:12, :group]
     q = quantize(x, f"int4-1x{group}")
-    codes = unpacked(q)
+    codes = codes_of(q)
     for row, values in enumerate(x.tolist()):
         amax = max(map(abs, values))
         scale = torch.tensor(np.float32(amax) / np.float32(7.5)).bfloat16().item() or 2.0**-7

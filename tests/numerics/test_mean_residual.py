@@ -8,17 +8,18 @@ import torch
 
 from megatron_lowbit.numerics import Quantizer, Request, format_by_name, gemm, tensor_amaxes
 from megatron_lowbit.numerics.mean_residual import split_mean
+from tests.numerics.conftest import codes_of
 
 QUANTIZER = Quantizer(format_by_name("nvfp4"), splits_mean=True)
 
 
 @pytest.mark.parametrize("name", ["gauss", "outlier", "grad"])
-def test_golden(lab, name, unpacked):
+def test_golden(lab, name):
     """The mean, and NVFP4's bits of the residual from it."""
     x, key = lab.x(name), f"{name}/averis"
     q = QUANTIZER(x)
     np.testing.assert_array_equal(q.mean.numpy(), lab[f"{key}/mean"])
-    codes = unpacked(q)
+    codes = codes_of(q)
     np.testing.assert_array_equal(np.where(codes == 8, 0, codes), lab.codes(key))
     np.testing.assert_array_equal(q.scales.view(torch.uint8).numpy(), lab[f"{key}/scales"])
     _, residual = split_mean(x)

@@ -13,7 +13,7 @@ from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from megatron_lowbit.numerics import FORMATS, Draw, Quantizer, Rounding, format_by_name, quantize
-from tests.numerics.conftest import bytes_of
+from tests.numerics.conftest import bytes_of, codes_of, nearest_codes
 
 ROUNDINGS = ("floor", "rceil", "ceil", "even")
 TORCHAO = {
@@ -146,7 +146,7 @@ def exact_scale_byte(amax: np.float32, element, rounding: str) -> int:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("three_quarters, block", [(False, 32), (True, 32), (False, 16)])
 @pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("mx")])
-def test_against_scalars(format, rounding, three_quarters, block, scalar_codes, unpacked):
+def test_against_scalars(format, rounding, three_quarters, block):
     """Both ends of FP32, subnormals, blocks of one row and square; float64 holds every product."""
     options = {"three_quarters": three_quarters, "block": block}
     f = format_by_name(format, scale_rounding=rounding, **options)
@@ -161,7 +161,7 @@ def test_against_scalars(format, rounding, three_quarters, block, scalar_codes, 
     scaled = np.ldexp(x.double().numpy(), 127 - scales.repeat(block, axis=1))
     if three_quarters:
         scaled = (scaled * 0.75).astype(np.float32).astype(np.float64)
-    np.testing.assert_array_equal(unpacked(q), scalar_codes(scaled, f.element))
+    np.testing.assert_array_equal(codes_of(q), nearest_codes(scaled, f.element))
     assert q.tensor_scale == np.float32(4 / 3 if three_quarters else 1)
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_lowbit.numerics import Draw, Quantizer, Rounding, formats, quantize
 from megatron_lowbit.numerics.block_formats import nvfp4
 from megatron_lowbit.numerics.randomness import uniform
-from tests.numerics.conftest import GRIDS, INPUTS, Golden, bytes_of, nearest_codes
+from tests.numerics.conftest import GRIDS, INPUTS, Golden, bytes_of, codes_of, nearest_codes
 
 FORMATS = {format.name: format for format in nvfp4.FORMATS}
 GOLDEN = Golden()
@@ -49,10 +49,6 @@ def slow_nvfp4(x: np.ndarray, block_rows: int):
     return nearest_codes(np.copysign(scaled, x), formats.E2M1), scales, s_dec
 
 
-def unpacked(codes: np.ndarray) -> np.ndarray:
-    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
-
-
 @pytest.mark.parametrize("direction", ["row", "col"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", INPUTS)
@@ -81,7 +77,7 @@ def test_against_scalars_on_random_data(format, exponent):
     x = (rng.standard_normal((32, 64)) * amplitude * 10.0**exponent).astype(F32)
     codes, scales, s_dec = slow_nvfp4(x, FORMATS[format].block_rows)
     q = quantize(torch.from_numpy(x), format)
-    np.testing.assert_array_equal(unpacked(bytes_of(q.codes)), codes)
+    np.testing.assert_array_equal(codes_of(q), codes)
     np.testing.assert_array_equal(bytes_of(q.scales), scales)
     assert q.tensor_scale.item() == s_dec
     if format == "nvfp4":
@@ -95,7 +91,7 @@ def test_decoded_values(format):
     """code x scale is exact in FP32, so one rounding: float64 holds the whole product."""
     for name in INPUTS:
         q = quantize(GOLDEN.x(name), format)
-        codes = unpacked(bytes_of(q.codes))
+        codes = codes_of(q)
         values = np.where(codes & 8, -1, 1) * E2M1[codes & 7]
         scales = E4M3[bytes_of(q.scales)].repeat(16, axis=1)
         expected = (values * scales * np.float64(q.tensor_scale.item())).astype(F32)
@@ -110,7 +106,7 @@ def test_underflowed_block_stores_scale_zero():
     x[0, :4] = torch.tensor([1e-6, -1e-6, 1e-30, 0.0])
     q = quantize(x, "nvfp4")
     assert bytes_of(q.scales).tolist() == [[0, 0x7E]]
-    assert unpacked(bytes_of(q.codes))[0, :4].tolist() == [7, 15, 7, 0]
+    assert codes_of(q)[0, :4].tolist() == [7, 15, 7, 0]
     assert torch.equal(q.dequantize()[0, :16].abs(), torch.zeros(16))
     # Half of E4M3's smallest value ties to even, zero; anything above stores code 1.
     smallest = 2**-9 / 448
@@ -145,7 +141,7 @@ def test_stochastic_codes(format):
     numbers = uniform(words, torch.arange(32), torch.arange(4), 8).double().numpy()
     expected = low + (numbers < (scaled - E2M1[low]) / step) + 8 * np.signbit(x)
     np.testing.assert_array_equal(bytes_of(q.scales), scales)
-    np.testing.assert_array_equal(unpacked(bytes_of(q.codes)), expected)
+    np.testing.assert_array_equal(codes_of(q), expected)
 
 
 def test_stochastic_tensor_is_unbiased_where_nothing_clips():

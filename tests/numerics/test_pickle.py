@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor, format_by_name, quantize
+from tests.numerics.conftest import assert_same
 
 OTHERS = {
     "nvfp4": {},
     "mxfp4": {"three_quarters": True},
     "fp8-1x128-e4m3": {"scale_format": "pow2"},
 }
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().flatten().view(torch.uint8)
 
 
 def made(name: str, **options) -> QuantizedTensor:
@@ -41,12 +38,8 @@ WAYS = {
 
 
 def check(q: QuantizedTensor, other: QuantizedTensor) -> None:
-    assert type(other) is QuantizedTensor
-    assert (other.format, other.shape) == (q.format, q.shape) and type(other.shape) is tuple
-    for name in ("codes", "scales", "tensor_scale"):
-        mine, theirs = getattr(q, name), getattr(other, name)
-        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-        assert torch.equal(bits(mine), bits(theirs))
+    assert type(other) is QuantizedTensor and type(other.shape) is tuple
+    assert_same(q, other)
     assert torch.equal(q.dequantize(), other.dequantize())
 
 

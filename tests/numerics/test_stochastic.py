@@ -28,6 +28,7 @@ from megatron_lowbit.numerics.formats import (
     round_to_grid,
 )
 from megatron_lowbit.numerics.randomness import uniform
+from tests.numerics.conftest import GRIDS
 
 ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2)
 INTERVALS = {"e2m1": 7, "e2m3": 31, "e3m2": 31, "e4m3": 126, "e5m2": 123}
@@ -59,9 +60,9 @@ def test_a_chance_is_a_multiple_of_one_in_256():
 
 @pytest.mark.parametrize("source", ["philox", "torch"])
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
-def test_unbiased_on_every_interval(element, source, grids):
+def test_unbiased_on_every_interval(element, source):
     """Three points in each interval, both signs: the mean of the draws is the value."""
-    grid = grids[element.name]
+    grid = GRIDS[element.name]
     assert len(grid) - 1 == INTERVALS[element.name]
     low, step = np.repeat(grid[:-1], len(PARTS)), np.repeat(np.diff(grid), len(PARTS))
     x = (low + np.tile(PARTS, len(grid) - 1) * step).astype(np.float32)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes import (
     Layer,
     LinearPrecision,
@@ -18,6 +17,7 @@ from megatron_lowbit.recipes import (
 )
 from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher
 from megatron_lowbit.recipes.show import model_layers
+from tests.recipes.conftest import refused
 
 LAYERS = model_layers(None, 12)
 NVFP4, MXFP8, TILE, BF16 = (load_recipe(n) for n in ("nvfp4", "mxfp8", "fp8-tile", "bf16"))
@@ -220,19 +220,10 @@ def test_overrides_go_to_their_side():
     assert precisions(recipe) != precisions(load_combined("fp8-tile", "mxfp4-backward"))
 
 
-def refused(call) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 @pytest.mark.parametrize("override", ["grad.rounding=nearest", "fwd.grad=null", "forwards.x=1", ""])
 def test_an_override_without_a_side(override):
-    message = refused(lambda: load_combined("fp8-tile", "nvfp4", [override]))
-    for part in (f"forward.{override} for fp8-tile", f"backward.{override} for nvfp4"):
-        assert part in message
+    parts = [f"forward.{override} for fp8-tile", f"backward.{override} for nvfp4"]
+    refused(load_combined, "fp8-tile", "nvfp4", [override], parts=parts)
 
 
 def test_a_side_without_an_override():
@@ -307,9 +298,7 @@ def test_matchers_of_a_recipe_that_decides_no_gemm_are_not_checked():
     ],
 )
 def test_wrong_switches(switch, parts):
-    message = refused(lambda: switched(switch))
-    for part in parts:
-        assert part in message
+    refused(switched, switch, parts=parts)
 
 
 def test_switches_to_recipes_with_switches(tmp_path):
