@@ -115,10 +115,10 @@ class AllReduceNorm:
         if request is None and isinstance(norm, MXNorm):
             raise ValueError("MXNorm needs a request: its blocks are those of a format")
         if self.buffer is None:
-            made = all_reduce_norm(self.group, x, residual, norm, gain, request)
+            computed = all_reduce_norm(self.group, x, residual, norm, gain, request)
             if not keep_normalized and request is not None:
-                made = made._replace(normalized=None)
-            return fill(out, made if keep_total else made._replace(total=None))
+                computed = computed._replace(normalized=None)
+            return fill(out, computed if keep_total else computed._replace(total=None))
         from megatron_lowbit.collectives.launch import launch
 
         self.check()
@@ -160,7 +160,7 @@ class AllReduceNorm:
 
 
 def missing_peers(group: dist.ProcessGroup) -> str | None:
-    """Return why the ranks of a group cannot share memory; None where they can.
+    """Return the reason why the ranks of a group cannot share memory; None where they can.
 
     All ranks call it together, and all get the same answer.
     """
@@ -174,10 +174,10 @@ def missing_peers(group: dist.ProcessGroup) -> str | None:
         return "its ranks are on several hosts"
     if len(devices) < len(ranks):
         return "some ranks share a GPU"
-    for one in sorted(devices):
-        for other in sorted(devices - {one}):
-            if not torch.cuda.can_device_access_peer(one, other):
-                return f"GPU {one} cannot map the memory of GPU {other}"
+    for gpu in sorted(devices):
+        for other in sorted(devices - {gpu}):
+            if not torch.cuda.can_device_access_peer(gpu, other):
+                return f"GPU {gpu} cannot map the memory of GPU {other}"
     return None
 
 
@@ -209,19 +209,21 @@ def all_reduce_norm(
     return Result(rounded, quantize_both(source, request, None)[0], total)
 
 
-def fill(out: Result, made: Result) -> Result:
+def fill(out: Result, result: Result) -> Result:
     """Copy a result into the buffers of ``out``; what has none stays as it is.
 
     Raises:
         ValueError: a buffer for what is not wanted, or unlike it.
     """
-    device = tensors_of(made.normalized if made.quantized is None else made.quantized)[0].device
-    check_buffers(out, made, device)
-    for buffer, value in zip(out, made, strict=True):
+    device = tensors_of(result.normalized if result.quantized is None else result.quantized)[
+        0
+    ].device
+    check_buffers(out, result, device)
+    for buffer, value in zip(out, result, strict=True):
         if buffer is not None:
             for target, source in zip(tensors_of(buffer), tensors_of(value), strict=True):
                 target.copy_(source)
-    pairs = zip(out, made, strict=True)
+    pairs = zip(out, result, strict=True)
     return Result(*(value if buffer is None else buffer for buffer, value in pairs))
 
 
@@ -230,20 +232,21 @@ def check_buffers(out: Result, wanted: Result, device: torch.device) -> None:
 
     That may be on the meta device, and has None for what the call does not make.
     """
-    for name, buffer, like in zip(Result._fields, out, wanted, strict=True):
+    for name, buffer, expected in zip(Result._fields, out, wanted, strict=True):
         if buffer is None:
             continue
-        if like is None:
+        if expected is None:
             raise ValueError(f"out.{name}: this call does not make it")
-        if isinstance(like, QuantizedTensor) and buffer.format != like.format:
-            raise ValueError(f"out.{name}: its format is {buffer.format}, the call's {like.format}")
-        for one, other in zip(tensors_of(buffer), tensors_of(like), strict=True):
-            if one.device != device:
-                raise ValueError(f"out.{name}: it is on {one.device}, x on {device}")
-            if (one.shape, one.dtype) != (other.shape, other.dtype) or not one.is_contiguous():
+        if isinstance(expected, QuantizedTensor) and buffer.format != expected.format:
+            formats = f"{buffer.format}, the call's {expected.format}"
+            raise ValueError(f"out.{name}: its format is {formats}")
+        for x, y in zip(tensors_of(buffer), tensors_of(expected), strict=True):
+            if x.device != device:
+                raise ValueError(f"out.{name}: it is on {x.device}, x on {device}")
+            if (x.shape, x.dtype) != (y.shape, y.dtype) or not x.is_contiguous():
                 raise ValueError(
-                    f"out.{name}: {one.dtype} {tuple(one.shape)} is no contiguous {other.dtype} "
-                    f"{tuple(other.shape)}"
+                    f"out.{name}: {x.dtype} {tuple(x.shape)} is no contiguous {y.dtype} "
+                    f"{tuple(y.shape)}"
                 )
 
 

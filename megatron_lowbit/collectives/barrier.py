@@ -3,7 +3,7 @@
 Each rank has a buffer that all others can write. A program tells another rank that it has come by
 one word in that rank's buffer, the number of the barrier above a tag of what was called with; it
 waits for the words of all ranks in its own. A rank may be a barrier ahead, whose number is then
-larger, or a call, which has its own words: buffers hold those of two calls in turn. It is never two
+larger, or a call, which has its own words: buffers hold two calls' words in turn. It is never two
 ahead, since it waits for this one's word in between.
 
 Waiting ends: after a time limit, or where a rank calls with another tag. What was wrong goes into

@@ -101,7 +101,7 @@ def launch(
 ) -> Result:
     """Launch the kernel, and the one after it where a format has a tensor scale.
 
-    Arguments are those of ``AllReduceNorm``. ``keep``: whether the normalized rows are wanted as
+    Arguments are as for ``AllReduceNorm``. ``keep``: whether the normalized rows are wanted as
     well as codes, and the sum. ``grow`` returns a buffer for x with so many bytes of shared data.
 
     Raises:
@@ -119,11 +119,11 @@ def launch(
                  keep_rows, keep_sums, given, path)  # fmt: skip
     if plan.size > buffer.size:
         buffer = grow(x, plan.size)
-    like = torch.empty_like(x, device="meta")
+    template = torch.empty_like(x, device="meta")
     codes = None
     if out.quantized is not None and request is not None:
-        codes = row_side(request, like, None, Form.CODES)[2]
-    wanted = Result(like if keep_rows else None, codes, like if keep_total else None)
+        codes = row_side(request, template, None, Form.CODES)[2]
+    wanted = Result(template if keep_rows else None, codes, template if keep_total else None)
     check_buffers(out, wanted, x.device)
     total = out.total if out.total is not None else torch.empty_like(x) if keep_sums else None
     rows = out.normalized
@@ -147,7 +147,7 @@ def launch(
 
 
 class _Plan(NamedTuple):
-    """Launch parameters that follow from the sizes and types of a call's arguments alone.
+    """Launch parameters that follow from the sizes and types of a call's arguments.
 
     ``constants`` are the kernel's from RANKS to P, ``statistic`` its constant and eps. ``tag``,
     never 0, is what ranks tell one another; ``size`` is the bytes of a buffer's half that are used.
@@ -205,7 +205,7 @@ def _plan(
 def _occupancy(groups: int, columns: int, processors: int) -> tuple[int, int, int]:
     """Return warps of a program, programs at once on a processor, and registers of a thread.
 
-    All programs of a launch run at once, since they wait for those of other ranks: the registers
+    All programs of a launch run at once, since they wait for programs of other ranks: the registers
     are as many as allow for it.
     """
     wide = columns > 2**12

@@ -1,4 +1,4 @@
-"""Device functions: amaxes of tiles, and the pass over a matrix that takes those of both sides.
+"""Device functions: amaxes of tiles, and the pass over a matrix for the amaxes of both sides.
 
 Amaxes are FP32 bits, which order magnitudes as integers do, a NaN as the largest. A transform's
 last steps, scaling and rounding to BF16, keep the order: they are left to the largest magnitude.
@@ -100,7 +100,7 @@ def amax_kernel(
 
 @triton.jit
 def _max_tile(x, amax, signs, row0, R, A: tl.constexpr, B: tl.constexpr, S: tl.constexpr):
-    """Raise the amax of a tile [A, B], or those of its rows from ``row0`` on."""
+    """Raise the amax of a tile [A, B], or of each of its rows from ``row0`` on."""
     if S.transform is not None:
         H: tl.constexpr = S.transform
         x = transform_tile(x, key_of(signs), A, B, H)

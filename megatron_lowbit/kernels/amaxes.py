@@ -16,7 +16,7 @@ from megatron_lowbit.numerics import Amaxes, DelayedAmax, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
 
 BITS = {6: torch.int32, 8: torch.int32}
-"""Amaxes by their places in the kernel's arguments, and the dtype as which it takes them."""
+"""Indices of amaxes among the kernel's arguments, and the dtype as which it takes them."""
 _TILE, _THREADS = 8192, 128
 """Elements of a tile; threads of a program, each of which takes whole transforms."""
 _SELDOM_TAKEN = (64, 256)
@@ -36,15 +36,15 @@ class MatrixKind(NamedTuple):
 
 
 def kind_of(x: Tensor) -> MatrixKind:
-    """Return the kind of a matrix."""
+    """Return the part of a matrix that a launch depends on."""
     return MatrixKind(x.shape, x.stride(), x.dtype, x.device)
 
 
-def amax_spec(kind: Request, form: Form) -> AmaxSpec | None:
+def amax_spec(request: Request, form: Form) -> AmaxSpec | None:
     """Return the amax that an operand's scales are made from: for folding, before any transform."""
-    format = kind.quantizer.format
+    format = request.quantizer.format
     if format.tensor_scaled or format.row_scaled:
-        return AmaxSpec(transform_of(kind.hadamard), format.row_scaled)
+        return AmaxSpec(transform_of(request.hadamard), format.row_scaled)
     return NO_TRANSFORM if form is Form.FOLDED else None
 
 
@@ -160,8 +160,8 @@ def scale_amaxes(
     rest = amax_pass(kind_of(x), specs[0], specs[1], row is col)
     taken = (None, None) if rest is None else rest(x, row, col)
     by_row, by_col = (
-        amax.resolve(own) if isinstance(amax, DelayedAmax) else own if amax is None else amax
-        for amax, own in zip(known, taken, strict=True)
+        amax.resolve(now) if isinstance(amax, DelayedAmax) else now if amax is None else amax
+        for amax, now in zip(known, taken, strict=True)
     )
     return by_row, by_col
 

@@ -253,10 +253,10 @@ def _over_rows(error, BELOW: tl.constexpr, ROWS: tl.constexpr, SELECTION: tl.con
         BLOCKS: tl.constexpr = N // (ROWS * BELOW)
         if SELECTION == ABS_MAX:
             bits = tl.reshape(abs_bits(error), (BLOCKS, ROWS, BELOW))
-            whole = tl.max(bits, 1).to(tl.float32, bitcast=True)
+            reduced = tl.max(bits, 1).to(tl.float32, bitcast=True)
         else:
-            whole = _sum_rows(tl.reshape(error, (BLOCKS, ROWS, BELOW)), BLOCKS, ROWS, BELOW)
-        error = tl.reshape(tl.broadcast_to(whole[:, None, :], (BLOCKS, ROWS, BELOW)), (N,))
+            reduced = _sum_rows(tl.reshape(error, (BLOCKS, ROWS, BELOW)), BLOCKS, ROWS, BELOW)
+        error = tl.reshape(tl.broadcast_to(reduced[:, None, :], (BLOCKS, ROWS, BELOW)), (N,))
     return error
 
 

@@ -32,12 +32,12 @@ from megatron_lowbit.numerics.quantizer import Arithmetic
 from megatron_lowbit.numerics.randomness import uniform
 
 # A version for every format of the class, option and rounding: more than torch's 8. Only sizes of
-# tensors are symbols: with those of a format, C++ calls pow for each element.
+# tensors are symbols: with symbols in a format, C++ calls pow for each element.
 _COMPILER_SETTINGS = {"recompile_limit": 256, "specialize_int": True, "specialize_float": True}
 
 
 def missing_compiler() -> str | None:
-    """Return why torch.compile cannot build C++ here, or None where it can."""
+    """Return the reason why torch.compile cannot build C++ here, or None where it can."""
     # The compiler takes a second to import, which each rank of each run would spend at its start.
     from torch._inductor import cpp_builder, exc
 

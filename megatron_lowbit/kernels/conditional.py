@@ -3,8 +3,8 @@
 Delayed scaling takes the tensor's own amax in the cast, not in a pass before it. As long as too few
 steps are known, a pass takes it (``amaxes.matrix_amax``). Behind the cast a kernel records it;
 where it is not finite, the kernel replaces what the cast has made by NaN, as a scale from that amax
-would have. A fallback computes a product in high precision where that of quantized operands is not
-finite.
+would have. A fallback computes a product in high precision where the product of quantized
+operands is not finite.
 """
 
 from collections.abc import Sequence

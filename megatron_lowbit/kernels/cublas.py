@@ -2,7 +2,7 @@
 
 Tensor scales are made on the device. Multiplied into the sums here they cost nothing; a pass over
 the product takes a tenth of the GEMM's time. So does adding a weight's gradient to what earlier
-microbatches gave. Numbers are those of cublasLt.h.
+microbatches gave. Constants are from cublasLt.h.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def scaled_matmul(
 ) -> Tensor:
     """Compute ``factor * a @ b.T``, or ``out + factor * a @ b.T``, rounded once.
 
-    Sums are in FP32; those of FP8 tensor cores are promoted.
+    Sums are in FP32; FP8 tensor cores' sums are promoted.
 
     Args:
         a, b: BF16 (M, K) and (N, K), rows or columns contiguous, on one GPU; or FP8, not both E5M2,

@@ -13,7 +13,7 @@ HARDWARE_CASTS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 class Element(NamedTuple):
-    """An element format as a constexpr: ``min_exponent`` is that of the smallest normal, biased."""
+    """An element format as a constexpr: ``min_exponent`` is the smallest normal's, biased."""
 
     bits: int
     random_bits: int
@@ -165,13 +165,13 @@ def fold_pair(low, high, ratio, E: tl.constexpr):
     A block with a NaN has a ratio that is NaN.
     """
     if HARDWARE_CASTS:
-        KIND: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
+        CAST: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
         return tl.inline_asm_elementwise(
             "{.reg .b16 p, a, b; .reg .b32 h; .reg .f32 u, v;"
-            " cvt.rn.satfinite." + KIND + ".f32 p, $2, $1;"
-            " cvt.rn.f16x2." + KIND + " h, p; mov.b32 {a, b}, h;"
+            " cvt.rn.satfinite." + CAST + ".f32 p, $2, $1;"
+            " cvt.rn.f16x2." + CAST + " h, p; mov.b32 {a, b}, h;"
             " cvt.f32.f16 u, a; cvt.f32.f16 v, b; mul.f32 u, u, $3; mul.f32 v, v, $3;"
-            " cvt.rn.satfinite." + KIND + ".f32 $0, v, u;}",
+            " cvt.rn.satfinite." + CAST + ".f32 $0, v, u;}",
             "=h,r,r,r", [low, high, ratio],
             dtype=tl.int16, is_pure=True, pack=1,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
 
 Into = tuple[Tensor, bool | Tensor] | None
-"""Where :meth:`Engine.gemm` writes or adds a product, and whether it adds."""
+"""Tensor that :meth:`Engine.gemm` writes or adds a product to, and True if it adds."""
 ScaleAmax = Callable[[Tensor], Tensor]
 """Function of FP32 scalars."""
 
@@ -59,8 +59,8 @@ class Engine:
         Args:
             x: FP32 or BF16, any strides.
             row, col: may be one object for square blocks, which then serve both sides.
-            amaxes: that tensor scales are made from; None takes the tensor's own. Those of earlier
-                steps record the tensor's own as well.
+            amaxes: that tensor scales are made from; None takes the tensor's own. Amaxes of
+                earlier steps record the tensor's own as well.
 
         Returns:
             For a request that needs codes a QuantizedTensor, else whatever :meth:`gemm` takes.
@@ -154,7 +154,7 @@ class Engine:
     ) -> tuple[Any, Tensor]:
         """Normalize x (R, C) and quantize it along its rows.
 
-        ``scale_amax`` makes the amax of the tensor scale from that of the normalized rows.
+        ``scale_amax`` makes the amax of the tensor scale from the amax of the normalized rows.
 
         Returns:
             The operand, and the FP32 factors (R, 1) of the rows.
@@ -169,7 +169,7 @@ class Engine:
         return norm_grad(grad, x, rho)
 
     def fold_losses(self, lhs: Any, rhs: Any) -> tuple[int, int]:
-        """Return how many values of a product's operands folding rounds, of how many."""
+        """Return the numbers of values that folding rounds in a product's operands, and of all."""
         return 0, 0
 
     def __deepcopy__(self, _: dict) -> "Engine":
@@ -189,4 +189,4 @@ def accumulate_into(out: Tensor, beta: bool | Tensor, product: Tensor) -> Tensor
 
 
 def _are_bf16(*operands: Any) -> bool:
-    return all(isinstance(one, Tensor) and one.dtype is torch.bfloat16 for one in operands)
+    return all(isinstance(x, Tensor) and x.dtype is torch.bfloat16 for x in operands)

@@ -82,8 +82,8 @@ class FusedEngine(Engine):
         """
         if splits_mean(row, col):
             return quantize_residuals(self.quantize, x, row, col, amaxes)
-        kinds = row and row.kind, col and col.kind
-        forms = forms_of(*kinds, row is col, x.dtype, self.capability)
+        keyless = row and row.keyless, col and col.keyless
+        forms = forms_of(*keyless, row is col, x.dtype, self.capability)
         if forms is None:
             return reference_quantize(x, row, col, amaxes)
         *sides, shared = forms
@@ -97,13 +97,13 @@ class FusedEngine(Engine):
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
     ) -> tuple[Sequence[GpuOperand] | None, Sequence[GpuOperand] | None]:
-        """Quantize matrices of one kind by one launch where their formats have kernels for it."""
+        """Quantize similar matrices by one launch where their formats have kernels for it."""
         xs = as_matrix_list(xs)
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
-        kinds = [side and side.template.kind for side in (rows, cols)]
+        keyless = [side and side.template.keyless for side in (rows, cols)]
         dtype, same = xs.template.dtype, cols is rows
-        *forms, shared = forms_of(*kinds, same, dtype, self.capability, many=True)
+        *forms, shared = forms_of(*keyless, same, dtype, self.capability, many=True)
         if same:
             cols = replace(rows, template=rows.template.of_transpose)
         if shared:
@@ -138,7 +138,7 @@ class FusedEngine(Engine):
                 super().gemm_all([left], [right], [out], beta, accumulation, folding)
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
-        """Return how many values of codes, of how many, the route of their formats rounds."""
+        """Return the numbers of values that the route of both formats rounds, and of all."""
         are_codes = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
         if not are_codes or self.route(lhs.format, rhs.format) is not routes.FOLDED:
             return 0, 0
@@ -155,7 +155,7 @@ class FusedEngine(Engine):
         amax = None
         if scale_amax is not None:
             amax = scale_amax(normalized_amax(x, norm, request.quantizer.format.block))
-        form = written_form(request.kind, torch.float32, self.capability)
+        form = written_form(request.keyless, torch.float32, self.capability)
         # Folding would need the amax of what is normalized first.
         form = Form.BF16 if form is Form.BF16 else Form.CODES
         return normalize_quantize(x, norm, request, form, amax=amax)

@@ -79,7 +79,7 @@ def tile_product(
 ) -> Tensor:
     """Multiply FP8 tiles; cuBLAS adds up 128 products, scales them and adds in FP32."""
     # cuBLAS reads square tiles' scales in rows of 16 bytes, and torch takes no padding there: K is
-    # padded instead. torch.nn.functional.scaled_mm would, but takes tiles of E4M3 alone.
+    # padded instead. torch.nn.functional.scaled_mm would, but takes only tiles of E4M3.
     tiles = 4 if TILE in (lhs.format.block_rows, rhs.format.block_rows) else 1
     (a, scale_a), (b, scale_b) = (_tile_operand(operand, tiles) for operand in (lhs, rhs))
     operands = a, b.t(), scale_a, scale_b.t()
@@ -114,7 +114,7 @@ def tensor_product(
         # torch.nn.functional.scaled_mm says the same through a function in Python.
         y = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype)
     else:
-        # torch._scaled_mm would be given the scales themselves. Those of a group are neighbours in
+        # torch._scaled_mm would be given the scales themselves. Scales of a group are neighbours in
         # memory, and cuBLAS refuses them where they are not aligned.
         factor = scales[0] * scales[1]
         if into[0].shape == (len(a), len(b)):

@@ -1,4 +1,4 @@
-"""Products of many pairs of matrices by one launch, such as those of all experts of a layer.
+"""Products of many pairs of matrices by one launch, such as of all experts of a layer.
 
 Operands and results go through Hopper's tensor memory accelerator, which cuts off what lies outside
 of a matrix. FP8 tiles with scales are read by addresses: a program reads so little of them that
@@ -29,8 +29,8 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 _BF16, _BF16_FEW, _FP8_TILES = (128, 256, 64, 8, 3), (128, 128, 64, 4, 2), (64, 128, 128, 4, 3)
 """Rows, columns and terms that a program computes at a time, warps and stages: of BF16, and of FP8
-tiles with scales, whose products take registers beside their sums. Where products have few terms,
-programs end soon: several on a multiprocessor hide one another's beginning and end. Found by trying
+tiles with scales, whose products take registers in addition to their sums. Where products have few
+terms, programs end soon: several on a multiprocessor hide one another's beginning and end. Measured
 on an H100 and an H200."""
 _FEW_TERMS = 512
 """Mean terms up to which products of BF16 have few."""
@@ -89,7 +89,7 @@ def _exact(side: Sequence[Any]) -> Matrices | None:
 def multiply_groups(lhs: Matrices, rhs: Matrices, outs: SeparateMatrices, beta: bool) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors and scales, to out_i, or add it to that.
 
-    Sums are in FP32, those of FP8 tensor cores every 128 products, and rounded once.
+    Sums are in FP32, promoted every 128 products on FP8 tensor cores, and rounded once.
 
     Args:
         lhs: (M_i, K_i) in BF16, or FP8.
@@ -169,15 +169,15 @@ def _rows_of_results(outs: SeparateMatrices) -> tuple[int, np.ndarray]:
 def _steps_per_program(steps: np.ndarray, programs: int) -> np.ndarray:
     """Return the distance between a program's tiles, then each program's number of steps.
 
-    ``steps`` are those of the tiles, the longest first. A tile longer than an even share of all
-    steps is the only one of its program; the other programs take turns at the rest.
+    ``steps`` are the tiles' numbers of steps, largest first. A tile longer than an even share of
+    all steps is the only one of its program; the other programs take turns at the rest.
     """
-    alone = int((steps * programs > steps.sum()).sum())
-    rest, others = steps[alone:], programs - alone
+    long = int((steps * programs > steps.sum()).sum())
+    rest, others = steps[long:], programs - long
     even = len(rest) // others * others
     turns = rest[:even].reshape(-1, others).sum(axis=0)
     turns[: len(rest) - even] += rest[even:]
-    return np.concatenate([[others], steps[:alone], turns])
+    return np.concatenate([[others], steps[:long], turns])
 
 
 def _launch(

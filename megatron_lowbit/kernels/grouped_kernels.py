@@ -47,7 +47,7 @@ def grouped_kernel(
     tile -= _number(table, i, FIRST_TILE, COUNT)
     rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)
     terms = _number(table, i, TERMS, COUNT)
-    row0, col0 = _place_of_tile(tile, rows, columns, TM, TN)
+    row0, col0 = _tile_origin(tile, rows, columns, TM, TN)
     if SCALED:
         a = _addresses(table, i, A, A_STEP, a_like, row0, TM, TK, COUNT)
         b = _addresses(table, i, B, B_STEP, b_like, col0, TN, TK, COUNT)
@@ -85,18 +85,18 @@ def grouped_kernel(
     else:
         row, column = row0 + tl.arange(0, TM), col0 + tl.arange(0, TN)
         step = _in_16_bytes(columns, out_like)
-        places = start + row.to(tl.int64)[:, None] * step + column[None, :]
+        addresses = start + row.to(tl.int64)[:, None] * step + column[None, :]
         inside = (row < rows)[:, None] & (column < step)[None, :]
-        tl.store(places, sums.to(out_like.dtype.element_ty), mask=inside)
+        tl.store(addresses, sums.to(out_like.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _descriptor(
-    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, template, rows, terms, TR: tl.constexpr,
+    table, i, FIELD: tl.constexpr, STEP: tl.constexpr, template, rows, terms, TR: tl.constexpr,
     TK: tl.constexpr, BY_ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Describe a matrix (rows, terms), which is read in tiles (TR, TK)."""
-    start, step = pointer(table, i, PLACE, COUNT, template), entry(table, i, STEP, COUNT)
+    start, step = pointer(table, i, FIELD, COUNT, template), entry(table, i, STEP, COUNT)
     if BY_ROWS:
         return tl.make_tensor_descriptor(start, [rows, terms], [step, 1], [TR, TK])
     else:
@@ -105,11 +105,11 @@ def _descriptor(
 
 @triton.jit
 def _addresses(
-    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, template, row0, TR: tl.constexpr,
+    table, i, FIELD: tl.constexpr, STEP: tl.constexpr, template, row0, TR: tl.constexpr,
     TK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Return the addresses of the first tile (TR, TK) of some rows."""
-    start, step = pointer(table, i, PLACE, COUNT, template), entry(table, i, STEP, COUNT)
+    start, step = pointer(table, i, FIELD, COUNT, template), entry(table, i, STEP, COUNT)
     row = (row0 + tl.arange(0, TR)).to(tl.int64)
     return start + row[:, None] * _in_16_bytes(step, template) + tl.arange(0, TK)[None, :]
 
@@ -161,7 +161,7 @@ def stacked_kernel(
     a = _stacked(table, A_STACK, A_ROWS, A_COLUMNS, a_like, TM, TK, COUNT)
     b = _stacked(table, B_STACK, B_ROWS, B_COLUMNS, b_like, TN, TK, COUNT)
     all_columns = entry(table, 0, COLUMNS, COUNT)
-    # It stores whole tiles alone: how many rows it has does not matter.
+    # Only whole tiles are stored through it: its number of rows does not matter.
     outs = tl.make_tensor_descriptor(
         pointer(table, 0, OUTS, COUNT, out_like),
         [NOT_STACKED, all_columns.to(tl.int32)], [all_columns, 1], [TM, TN],
@@ -177,7 +177,7 @@ def stacked_kernel(
             within = tile - _number(table, i, FIRST_TILE, COUNT)
             tile += apart
             rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)
-            row0, col0 = _place_of_tile(within, rows, columns, PARTS * TM, TN)
+            row0, col0 = _tile_origin(within, rows, columns, PARTS * TM, TN)
             a_row, a_column = _number(table, i, A_ROW, COUNT), _number(table, i, A_COLUMN, COUNT)
             b_row, b_column = _number(table, i, B_ROW, COUNT), _number(table, i, B_COLUMN, COUNT)
             k0, left = 0, _number(table, i, STEPS, COUNT) - 1
@@ -216,11 +216,11 @@ def _store(out, row, col, upper, lower, out_like, PARTS: tl.constexpr, ADDS: tl.
 
 @triton.jit
 def _stacked(
-    table, PLACE: tl.constexpr, ROW_COUNT: tl.constexpr, STEP: tl.constexpr, template,
+    table, FIELD: tl.constexpr, ROW_COUNT: tl.constexpr, STEP: tl.constexpr, template,
     TR: tl.constexpr, TK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Describe the matrix that all operands of a side are parts of."""
-    start, step = pointer(table, 0, PLACE, COUNT, template), entry(table, 0, STEP, COUNT)
+    start, step = pointer(table, 0, FIELD, COUNT, template), entry(table, 0, STEP, COUNT)
     shape = [_number(table, 0, ROW_COUNT, COUNT), step.to(tl.int32)]
     return tl.make_tensor_descriptor(start, shape, [step, 1], [TR, TK])
 
@@ -232,7 +232,7 @@ def _number(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _place_of_tile(tile, rows, columns, TM: tl.constexpr, TN: tl.constexpr):
+def _tile_origin(tile, rows, columns, TM: tl.constexpr, TN: tl.constexpr):
     """Return the first row and column of a tile of a product (rows, columns)."""
     band = _NEIGHBOURS * tl.cdiv(columns, TN)
     first = tile // band * _NEIGHBOURS

@@ -72,7 +72,7 @@ def transform_lanes(lanes, signs, N: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def butterfly_lanes(lanes, signs, N: tl.constexpr, H: tl.constexpr):
-    """Compute the sums of a transform alone, still to be finished."""
+    """Compute only the sums of a transform, still to be finished."""
     ys = lanes
     if H.signs == DRAWN_SIGNS:
         ys = ()

@@ -37,8 +37,8 @@ from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
 _CURRENT_AMAX, TILES_DONE, _FIRST_SIDE = 5, 7, 8
-"""Places of the kernel's arguments: x's own amax, counts of tiles that have given their amaxes, and
-the first of the row side."""
+"""Indices of the kernel's arguments: amax of x, counts of tiles that have given their amaxes, first
+of the row side."""
 _REGISTERS = {64: 168, 128: 255}
 """Registers of a thread by the lanes of a transform that it holds."""
 
@@ -54,8 +54,8 @@ def quantize_both(
 
     A format with a scale per row takes a pass of its own for the amaxes, as do folding and a format
     with a scale per tensor whose amax is not in ``amaxes``; one of earlier steps takes none where x
-    itself is cast. The bits are those of :func:`megatron_lowbit.numerics.quantize_both`, in the
-    form of each side.
+    itself is cast. The bits are the same as from :func:`megatron_lowbit.numerics.quantize_both`,
+    in the form of each side.
 
     Raises:
         TypeError: x is neither FP32 nor BF16.
@@ -64,8 +64,8 @@ def quantize_both(
         raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
     if not x.numel():
         return reference(x, row, col)
-    kinds = row and row.kind, col and col.kind
-    plan = _plan(kind_of(x), *kinds, *forms, row is col)
+    keyless = row and row.keyless, col and col.keyless
+    plan = _plan(kind_of(x), *keyless, *forms, row is col)
     if plan is None:
         # A tile that holds whole transforms in both directions would not fit into registers.
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
@@ -94,8 +94,8 @@ NO_SIDE = SideArguments()
 class _SidePlan(NamedTuple):
     """Layout of a side, its allocator, and the amax that it is made from.
 
-    ``varying`` are the places of arguments whose kind may differ between calls. ``casts``: the side
-    casts x itself by a scale of the tensor.
+    ``varying`` are the indices of arguments whose type may differ between calls. ``casts``: the
+    side casts x itself by a scale of the tensor.
     """
 
     layout: Layout
@@ -135,12 +135,12 @@ def _plan(
     col_form: Form,
     same: bool,
 ) -> _Plan | None:
-    """Plan the quantization of matrices of one kind; None for two passes.
+    """Plan the quantization of similar matrices; None for two passes.
 
     ``same``: both sides are of one request.
     """
     shape, device = matrix.shape, matrix.device
-    transforms = [kind.hadamard.size for kind in (row, col) if kind and kind.hadamard]
+    transforms = [side.hadamard.size for side in (row, col) if side and side.hadamard]
     if row and col and max(transforms, default=1) > MAX_LANES.value:
         return None
     by_row = None if row is None else _side_plan(row, row_form, shape, device, False)
@@ -161,29 +161,29 @@ def _plan(
 
 
 def _side_plan(
-    kind: Request, form: Form, shape: tuple[int, int], device: torch.device, transposed: bool
+    request: Request, form: Form, shape: tuple[int, int], device: torch.device, transposed: bool
 ) -> _SidePlan:
-    layout, amax = layout_of(kind, form, *shape, transposed), amax_spec(kind, form)
+    layout, amax = layout_of(request, form, *shape, transposed), amax_spec(request, form)
     names = [] if amax is None else ["amax"]
     names += ["key", "rows", "groups"] if layout.spec.stochastic else []
     names += ["signs"] if draws_signs(layout.spec.transform) else []
-    varying = [place_of(name, transposed) for name in names]
-    casts = isinstance(kind.quantizer.format, FP8Tensor) and kind.hadamard is None
+    varying = [argument_index(name, transposed) for name in names]
+    casts = isinstance(request.quantizer.format, FP8Tensor) and request.hadamard is None
     return _SidePlan(layout, allocator(layout, device), amax, varying, casts and form is Form.CODES)
 
 
-def place_of(name: str, is_col: bool) -> int:
-    """Return the place of a side's argument in the kernel's."""
+def argument_index(name: str, is_col: bool) -> int:
+    """Return the index of a side's argument among the kernel's."""
     fields = SideArguments._fields
     return _FIRST_SIDE + is_col * len(fields) + fields.index(name)
 
 
 def views_of(row: Layout | None, col: Layout | None) -> dict[int, torch.dtype]:
-    """Return the dtypes as which the kernel takes arguments, by their places."""
+    """Return the dtypes as which the kernel takes arguments, by their indices."""
     views = {_CURRENT_AMAX: torch.int32}
     for layout, is_col in ((row, False), (col, True)):
         if layout is not None:
-            views |= {place_of(name, is_col): dtype for name, dtype in layout.views.items()}
+            views |= {argument_index(name, is_col): dtype for name, dtype in layout.views.items()}
     return views
 
 
@@ -192,7 +192,7 @@ def tile_of(
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Return rows and columns of the tile, and the launch's options.
 
-    They were found by trying on an H200; those of 128 lanes are the least that holds them.
+    Measured on an H200; a tile for 128 lanes is the smallest that holds them.
     """
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128

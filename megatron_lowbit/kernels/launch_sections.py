@@ -1,4 +1,4 @@
-"""Quantization of many matrices of one kind, such as experts' tokens or weights, by one launch."""
+"""Quantization of many similar matrices, such as experts' tokens or weights, by one launch."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ from megatron_lowbit.kernels.operand_group import (
     GroupLayout,
     OperandGroup,
     group_layout,
-    operand_places,
+    operand_offsets,
 )
 from megatron_lowbit.kernels.quantize import SideArguments, quantize_kernel
 from megatron_lowbit.kernels.routes import Form
@@ -29,7 +29,7 @@ from megatron_lowbit.kernels.support import has_kernel
 from megatron_lowbit.numerics import Request, Requests
 
 _SCALARS = 4
-"""Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
+"""Number to whose multiple scalars are allocated, so that each row of them is aligned."""
 
 
 def takes_sections(xs: SeparateMatrices, rows: Requests | None, cols: Requests | None) -> bool:
@@ -42,14 +42,14 @@ def takes_sections(xs: SeparateMatrices, rows: Requests | None, cols: Requests |
         and xs.template.shape[1] > 0
         and xs.aligned
         and bool(requests)
-        and all(_takes(request.kind) and _counts_from_zero(request) for request in requests)
+        and all(_takes(request.keyless) and _counts_from_zero(request) for request in requests)
     )
 
 
 @lru_cache(maxsize=4096)
-def _takes(kind: Request) -> bool:
-    """Return True for a kind that kernels quantize by amaxes of tensors."""
-    quantizer, hadamard = kind.quantizer, kind.hadamard
+def _takes(request: Request) -> bool:
+    """Return True for a request that kernels quantize by amaxes of tensors."""
+    quantizer, hadamard = request.quantizer, request.hadamard
     return (
         has_kernel(quantizer)
         and not quantizer.format.row_scaled
@@ -76,9 +76,11 @@ def quantize_sections(
         The operands that :func:`quantize_both` gives each by itself.
     """
     first, heights, sides = xs.template, xs.rows, (rows, cols)
-    kinds = [side and side.template.kind for side in sides]
+    keyless = [side and side.template.keyless for side in sides]
     columns = columns_for(len(xs))
-    plan = _plan(*kinds, *forms, first.shape[1], first.stride(), first.dtype, first.device, columns)
+    plan = _plan(
+        *keyless, *forms, first.shape[1], first.stride(), first.dtype, first.device, columns
+    )
     # Programs add maxima to amaxes, and write no tensor scale of an empty matrix.
     size = 4, cdiv(len(xs), _SCALARS) * _SCALARS
     scalars = zeros_of(size, first.device).unbind()
@@ -117,11 +119,11 @@ def quantize_sections(
 
 
 class _Plan(NamedTuple):
-    """Quantization of matrices of one kind, whatever their rows.
+    """Quantization of similar matrices, whatever their rows.
 
-    ``measures``: of which side amaxes are taken; ``shared``: they are those of the matrices as they
-    are. Tiles are ``height`` rows high, and so many cover a row of them; they cover ``filled``
-    rows, as many as are filled up. Launchers are for matrices of any rows, and of whole tiles.
+    ``measures``: True for a side whose amaxes are taken; ``shared``: they are of the matrices as
+    they are. Tiles are ``height`` rows high and cover ``filled`` rows: units to which the rows of a
+    matrix are filled up. Launchers are for matrices of any rows, and of whole tiles.
     """
 
     layouts: tuple[GroupLayout | None, GroupLayout | None]
@@ -150,9 +152,9 @@ def _plan(
     """Plan what matrices with ``across`` columns take, in a table of ``count`` columns."""
     layouts: list[GroupLayout | None] = []
     amaxes: list[AmaxSpec | None] = []
-    for kind, form, transposed in ((row, row_form, False), (col, col_form, True)):
-        layouts.append(None if kind is None else group_layout(kind, form, across, transposed))
-        amaxes.append(None if kind is None else amax_spec(kind, form))
+    for request, form, transposed in ((row, row_form, False), (col, col_form, True)):
+        layouts.append(request and group_layout(request, form, across, transposed))
+        amaxes.append(request and amax_spec(request, form))
     written = [layout and layout.operand for layout in layouts]
     specs = [layout and layout.spec for layout in written]
     tile, options = tile_of(*specs)
@@ -168,13 +170,13 @@ def _plan(
         varying: Sequence[int] = (),
         **options: Any,
     ) -> tuple[Launcher, Launcher]:
-        whole = across % tile[1] == 0
+        even_columns = across % tile[1] == 0
         first, second = (
             # All that a launch gives is aligned, or in the table.
             Launcher(
                 kernel, 0, (*tile, *sides, even, count), varying, enable_fp_fusion=False, **options
             )
-            for even in (False, whole)
+            for even in (False, even_columns)
         )
         return first, second
 
@@ -197,21 +199,21 @@ Entries = int | Sequence[int] | np.ndarray
 
 
 def _fields(requests: Requests | None, group: OperandGroup | None) -> list[Entries]:
-    """Return a side's keys of signs and of draws, places of codes and scales, and columns."""
+    """Return a side's keys of signs and of draws, addresses of codes and scales, and columns."""
     if requests is None or group is None:
         return [0] * 5
     hadamard, keys = requests.template.hadamard, requests.draw_keys
     signs: Entries = signs_of(hadamard, 0)
     if requests.sign_keys:
         signs = [signs_of(hadamard, key) for key in requests.sign_keys]
-    draws = [signed(key) for key in keys] if group.layout.operand.spec.stochastic else 0
-    stored, columns = group.matrices, operand_places(group.layout, group.rows)[1]
+    draw_keys = [signed(key) for key in keys] if group.layout.operand.spec.stochastic else 0
+    stored, columns = group.matrices, operand_offsets(group.layout, group.rows)[1]
     scales = 0 if stored.scales is None else stored.scales
-    return [signs, draws, stored.addresses, scales, columns]
+    return [signs, draw_keys, stored.addresses, scales, columns]
 
 
 def _arguments(group: OperandGroup | None, amax: Tensor | None) -> SideArguments:
-    """Return a kernel's arguments for a side; keys and places are in the table."""
+    """Return a kernel's arguments for a side; keys and addresses are in the table."""
     if group is None:
         return NO_SIDE
     layout = group.layout

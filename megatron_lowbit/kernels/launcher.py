@@ -1,4 +1,4 @@
-"""Launches without the inspection of arguments that each of Triton's own makes."""
+"""Launches that skip Triton's inspection of each argument."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
@@ -20,20 +20,20 @@ def cdiv(size: Size, part: int) -> Size:
 class Launcher:
     """A kernel with its constexprs, for arguments of the same types.
 
-    Triton compiles a kernel anew for other types, for pointers that are not aligned to 16 bytes,
+    Triton compiles a kernel again for other types, for pointers that are not aligned to 16 bytes,
     and for numbers that are 1, multiples of 16 or wider than 32 bits. It looks at every argument of
-    every launch to find out, which takes nine tenths of a launch's time on the CPU. Here only those
-    are looked at that may differ, by their places: whoever keeps a launcher keeps one for each
-    shape, dtype and device. A kernel that is compiled is launched as torch's compiler launches it,
-    without the hooks of Triton's profiler, and is given addresses in place of tensors, which Triton
-    would look up. Numbers whose places do not vary stay those of the first launch.
+    every launch to find out, which takes nine tenths of a launch's time on the CPU. Here only the
+    arguments that may differ are inspected, by their indices: callers keep a launcher for each
+    shape, dtype and device. A compiled kernel is launched as torch's compiler launches it, without
+    the hooks of Triton's profiler, and gets addresses in place of tensors, which Triton would look
+    up. Numbers that do not vary are taken from the first launch.
 
     Args:
         kernel: Triton's, also for its interpreter.
         programs: their number.
         constants: constexprs, behind the arguments.
-        varying: places of arguments whose kind may vary.
-        views: dtypes by the places of tensors that the kernel takes as another dtype; addresses
+        varying: indices of arguments whose type may vary.
+        views: dtypes by the indices of tensors that the kernel takes as another dtype; addresses
             need no such view.
         options: of the launch.
     """
@@ -57,14 +57,14 @@ class Launcher:
         ``programs``: their number where it differs from launch to launch.
         """
         programs = self._programs if programs is None else programs
-        types = tuple([_type_key(arguments[place]) for place in self._varying])
+        types = tuple([_type_key(arguments[index]) for index in self._varying])
         launch = self._compiled.get(types)
         if launch is not None:
             launch(arguments, programs)
             return
         given = list(arguments)
-        for place, dtype in self._views.items():
-            given[place] = None if given[place] is None else given[place].view(dtype)
+        for index, dtype in self._views.items():
+            given[index] = None if given[index] is None else given[index].view(dtype)
         kernel = self._kernel[(programs,)](*given, *self._constants, **self._options)
         if kernel is not None:  # Triton's interpreter compiles nothing
             self._compiled[types] = self._launch_by_address(kernel, arguments)
@@ -80,17 +80,17 @@ class Launcher:
             options = run.launch_cooperative_grid, run.launch_pdl
             launch, head = run.launch, (kernel.function, *options, None, None, *head)
         stream = partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device())
-        first = [None if isinstance(one, Tensor) else one for one in arguments]
+        first = [None if isinstance(x, Tensor) else x for x in arguments]
         first += self._constants
-        pointers = [place for place, one in enumerate(arguments) if isinstance(one, Tensor)]
-        numbers = [place for place in self._varying if isinstance(arguments[place], int)]
+        pointers = [index for index, x in enumerate(arguments) if isinstance(x, Tensor)]
+        numbers = [index for index in self._varying if isinstance(arguments[index], int)]
 
         def launch_again(arguments: Sequence[Any], programs: int) -> None:
             given = first.copy()
-            for place in pointers:
-                given[place] = arguments[place].data_ptr()
-            for place in numbers:
-                given[place] = arguments[place]
+            for index in pointers:
+                given[index] = arguments[index].data_ptr()
+            for index in numbers:
+                given[index] = arguments[index]
             launch(programs, 1, 1, stream(), *head, *given)
 
         return launch_again
@@ -102,11 +102,11 @@ def table_launcher(
     constants: tuple,
     options: tuple[tuple[str, Any], ...],
     varying: tuple[int, ...],
-    *kinds: Any,
+    *types: Any,
 ) -> Launcher:
     """Return the launcher of a kernel that takes a table of matrices.
 
-    ``kinds`` are what the types of its arguments depend on, but for those that vary.
+    ``types`` are what the types of its arguments depend on, except those that vary.
     """
     return Launcher(kernel, 0, constants, varying, **dict(options))
 

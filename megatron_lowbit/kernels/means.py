@@ -30,7 +30,7 @@ _PARTS = 64
 def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split x (M, K), FP32 or BF16, as the reference does, from one pass over it for the sums.
 
-    In torch a sum in FP64 is that of a copy in FP64.
+    torch sums in FP64 by way of a copy in FP64.
     """
     rows, columns = x.shape
     if not x.numel():
@@ -105,7 +105,7 @@ def with_means(
 
 
 def without_mean(operand: ExactBF16) -> ExactBF16:
-    """Return the numbers alone."""
+    """Return the operand without its mean."""
     return ExactBF16(operand.values, operand.tensor_scale)
 
 

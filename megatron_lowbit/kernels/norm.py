@@ -81,7 +81,7 @@ def _launch(
     arguments: tuple,
     side: QuantizeSpec | None,
 ) -> Tensor:
-    """Launch the kernel to quantize a side, or for the amax alone; return the rows' factors."""
+    """Launch the kernel to quantize a side, or only for the amax; return the rows' factors."""
     rows, columns = x.shape
     rho = torch.empty((rows, 1), device=x.device)
     height, part = tile_of(columns, block)
@@ -143,7 +143,7 @@ def row_side(
 
     The kernel fills ``out``, or a new operand.
     """
-    layout = layout_of(request.kind, form, *x.shape, False, lanes=False)
+    layout = layout_of(request.keyless, form, *x.shape, False, lanes=False)
     if out is None:
         operand, written = allocator(layout, x.device)()
     else:

@@ -1,4 +1,4 @@
-"""Operands of one kind in common memory, such as all experts'; and as matrices of a GEMM."""
+"""Similar operands in common memory, such as of all experts; and as matrices of a GEMM."""
 
 import math
 from collections.abc import Sequence
@@ -81,9 +81,10 @@ class GroupLayout:
     GEMM reads all of them alike.
     """
 
-    def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
-        self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
-        format, lanes = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
+    def __init__(self, request: Request, form: Form, across: int, transposed: bool) -> None:
+        self.request, self.form, self.across, self.transposed = request, form, across, transposed
+        hadamard, format = request.hadamard, request.quantizer.format
+        lanes = 1 if hadamard is None else hadamard.size
         self.multiples = lanes, lanes if form is Form.BF16 else math.lcm(lanes, format.block)
         is_fp8 = form is not Form.BF16 and isinstance(self.of(_ALIGNMENT).format, FP8Tensor)
         self.stacks_columns = transposed and is_fp8
@@ -102,7 +103,7 @@ class GroupLayout:
     def of(self, rows: int) -> Layout:
         """Return the layout of an operand of so many rows."""
         size = (self.across, rows) if self.transposed else (rows, self.across)
-        return layout_of(self.kind, self.form, *size, self.transposed)
+        return layout_of(self.request, self.form, *size, self.transposed)
 
     def allocate(self, rows: Rows, tensor_scales: Tensor) -> "OperandGroup":
         """Allocate the operands of matrices of so many rows; tensor scales are there."""
@@ -115,14 +116,14 @@ class GroupLayout:
 
 
 group_layout = lru_cache(maxsize=4096)(GroupLayout)
-"""The one layout of operands of a request's kind."""
+"""The one layout of operands of a request without keys."""
 
 
 _NO_MEMORY = torch.empty(0, device="meta")
 
 
 @lru_cache(maxsize=1024)
-def operand_places(layout: GroupLayout, rows: Rows) -> tuple[Matrices, np.ndarray]:
+def operand_offsets(layout: GroupLayout, rows: Rows) -> tuple[Matrices, np.ndarray]:
     """Place operands of matrices of so many rows in memory that begins at address 0.
 
     Returns:
@@ -138,13 +139,15 @@ def operand_places(layout: GroupLayout, rows: Rows) -> tuple[Matrices, np.ndarra
     stack = None
     if layout.transposed:
         heights = across
-        terms, columns = (rows.in_units(one).numbers * one for one in layout.multiples)
+        terms, columns = (
+            rows.in_units(multiple).numbers * multiple for multiple in layout.multiples
+        )
         if layout.stacks_columns:
             codes, columns = first, np.full(len(rows), total)
             stack = Stack(layout.across, total, zeros, first)
     else:
         heights = rows.numbers
-        terms, columns = (np.full(len(rows), one) for one in (unit.shape[1], unit.columns))
+        terms, columns = (np.full(len(rows), size) for size in (unit.shape[1], unit.columns))
         stack = Stack(total, unit.columns, first, zeros)
     steps = columns if by_rows else across
     aligned = not (steps * unit.codes.dtype.itemsize % _ALIGNMENT).any()
@@ -156,7 +159,7 @@ def operand_places(layout: GroupLayout, rows: Rows) -> tuple[Matrices, np.ndarra
 
 @dataclass(frozen=True)
 class OperandGroup(Sequence[Any]):
-    """Operands of one kind in common memory.
+    """Similar operands in common memory.
 
     ``codes`` and ``scales`` (None where nothing is stored) hold one operand after another;
     ``tensor_scales`` is FP32, with one for each at least. ``rows`` are those of the matrices. With
@@ -191,19 +194,19 @@ class OperandGroup(Sequence[Any]):
     @property
     def terms(self) -> np.ndarray:
         """The number of terms of each in a product."""
-        places, _ = operand_places(self.layout, self.rows)
-        return places.rows if self.transposes else places.terms
+        offsets, _ = operand_offsets(self.layout, self.rows)
+        return offsets.rows if self.transposes else offsets.terms
 
     @property
     def matrices(self) -> Matrices:
         """The operands, as codes or as exact BF16 numbers."""
-        places, _ = operand_places(self.layout, self.rows)
+        offsets, _ = operand_offsets(self.layout, self.rows)
         scaled = self.layout.operand.tensor_scaled or not self.layout.values
-        matrices = places._replace(
+        matrices = offsets._replace(
             template=self.codes,
-            addresses=places.addresses + self.codes.data_ptr(),
-            scales=None if places.scales is None else places.scales + self.scales.data_ptr(),
-            factors=self.tensor_scales.data_ptr() + _scalar_places(len(self)) if scaled else 0,
+            addresses=offsets.addresses + self.codes.data_ptr(),
+            scales=None if offsets.scales is None else offsets.scales + self.scales.data_ptr(),
+            factors=self.tensor_scales.data_ptr() + _scalar_offsets(len(self)) if scaled else 0,
         )
         return matrices.transpose() if self.transposes else matrices
 
@@ -214,7 +217,7 @@ def _part(memory: Tensor, first: int, unit: Memory, part: Memory) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _scalar_places(count: int) -> np.ndarray:
+def _scalar_offsets(count: int) -> np.ndarray:
     return 4 * np.arange(count)
 
 
@@ -233,7 +236,7 @@ def matrices_of(operands: Sequence[Tensor]) -> Matrices:
 
 
 def representative_operand(operands: Sequence[Any]) -> Any:
-    """Return an operand of the kind that all are; of codes in a group their format."""
+    """Return an operand like all of them; of codes in a group their format."""
     if not isinstance(operands, OperandGroup):
         return operands[0]
     layout = operands.layout
@@ -243,7 +246,7 @@ def representative_operand(operands: Sequence[Any]) -> Any:
 def decode(group: OperandGroup) -> Matrices:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
     stored, codes = replace(group, transposes=False).matrices, group.codes.view(torch.uint8)
-    rows, (_, columns) = stored.rows, operand_places(group.layout, group.rows)
+    rows, (_, columns) = stored.rows, operand_offsets(group.layout, group.rows)
     ends = (rows * columns).cumsum()
     values = torch.empty(int(ends[-1]), dtype=torch.bfloat16, device=codes.device)
     addresses = values.data_ptr() + 2 * (ends - rows * columns)

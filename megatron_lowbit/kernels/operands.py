@@ -66,7 +66,7 @@ class Transposed:
 
     @property
     def format(self) -> BlockFormat:
-        """The format, which is that of the operand."""
+        """The format of the operand."""
         return self.of.format
 
 
@@ -174,7 +174,7 @@ def _launcher(
 
 
 def decoding_programs(rows: int, columns: int) -> int:
-    """Return how many tiles are decoded of codes (rows, columns)."""
+    """Return the number of tiles in which codes (rows, columns) are decoded."""
     return cdiv(rows, DECODED_TILE[0]) * cdiv(columns, DECODED_TILE[1])
 
 
@@ -201,7 +201,7 @@ def _scale_bytes(operand: QuantizedTensor) -> Tensor:
 def element(format: ElementFormat) -> Element:
     """Return an element format as the kernels take it."""
     smallest = torch.tensor(format.min_normal).view(torch.int32).item() >> 23
-    # Formats of 4 and 6 bits have no NaN; that of the others is the last code.
+    # Formats of 4 and 6 bits have no NaN; in the others it is the last code.
     nan_code = (1 << (format.bits - 1)) - 1 if format.bits >= 8 else 0
     return Element(
         format.bits, format.random_bits, format.mantissa_bits, smallest, format.max, nan_code
@@ -247,11 +247,11 @@ def decode_kernel(
             scale = _power(stored + 0)
         else:
             scale = _decode(stored, SCALE)
-        whole = 1.0 if tensor_scale is None else tl.load(tensor_scale)
+        factor = 1.0 if tensor_scale is None else tl.load(tensor_scale)
         if MULTIPLIES:
-            value = _decode(code, E) * over_block(scale * whole, TM, TN, BLOCK)
+            value = _decode(code, E) * over_block(scale * factor, TM, TN, BLOCK)
         else:
-            value = _decode(code, E) * over_block(scale, TM, TN, BLOCK) * whole
+            value = _decode(code, E) * over_block(scale, TM, TN, BLOCK) * factor
         store_tile(out, bf16_values(value), row0, col0, R, K, EVEN)
     else:
         top = 1.0

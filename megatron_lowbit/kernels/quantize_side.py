@@ -106,8 +106,8 @@ def quantize_block(
             # Scales of 1xN blocks with rows fastest; one of each block.
             block = at // BLOCK
             index = r // ROWS * (columns // BLOCK) + block if ROWS > 1 else block * R + r
-            alone = (at % BLOCK == 0) & (r % ROWS == 0) & (r < R) & (at < columns)
-            tl.store(side.scales + index, stored, mask=alone)
+            first_of_block = (at % BLOCK == 0) & (r % ROWS == 0) & (r < R) & (at < columns)
+            tl.store(side.scales + index, stored, mask=first_of_block)
     # Every program has the same; the first writes it.
     if tl.program_id(0) == first_program:
         tl.store(side.tensor_scale, decode)
@@ -137,7 +137,7 @@ def _block_amax_of(
 def _encoded(
     lanes, factor, scale, at, row_number, side, LENGTH: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """Return what is written of LENGTH lanes: BF16 values, or words of codes (int32)."""
+    """Return LENGTH lanes as they are written: BF16 values, or words of codes (int32)."""
     E: tl.constexpr = S.element
     F: tl.constexpr = S.fold
     FOLD: tl.constexpr = S.fold is not None

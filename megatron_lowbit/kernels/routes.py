@@ -81,7 +81,7 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool =
     tiles = fp8 and hopper and both(FP8Tile) and lhs.block == rhs.block == TILE
     tiles = tiles and 1 in (lhs.block_rows, rhs.block_rows)
     # cuBLAS multiplies 1x128 with 128x128 tiles at nine tenths of the speed, 1x128 with 1x128 at
-    # seven. Folding E5M2 with weights loses nothing; inputs in E4M3 would, beside outliers.
+    # seven. Folding E5M2 with weights loses nothing; inputs in E4M3 would, next to outliers.
     wide = fp8 and E5M2 in (lhs.element, rhs.element)
     folds = fp8 and (wide or not tiles or lhs.block_rows == rhs.block_rows)
     table = {
@@ -93,31 +93,31 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool =
         EXACT: supported and all(f is None or f.exact_in_bf16 for f in (lhs, rhs)),
         DEQUANTIZED: True,
     }
-    return next(one for one, takes in table.items() if takes)
+    return next(name for name, takes in table.items() if takes)
 
 
-def _gemm_form(kind: Request, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
+def _gemm_form(request: Request, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
     """Return the form that the GEMM takes: codes next to an operand in FP32."""
-    if kind.partner is None and dtype is not torch.bfloat16:
+    if request.partner is None and dtype is not torch.bfloat16:
         return Form.CODES
-    return route(kind.quantizer.format, kind.partner, capability, kind.folding).form
+    return route(request.quantizer.format, request.partner, capability, request.folding).form
 
 
 @cache
 def written_form(
-    kind: Request | None, dtype: torch.dtype, capability: tuple[int, int], many: bool = False
+    request: Request | None, dtype: torch.dtype, capability: tuple[int, int], many: bool = False
 ) -> Form:
-    """Return the form to write an operand in, for a request's kind and the matrix's dtype.
+    """Return the form to write an operand in, for a request without keys and the matrix's dtype.
 
     Codes where they are asked for, or are saved and smaller than the GEMM's form. Of ``many``
     operands those that are saved are folded now: later it would take a launch for each.
     """
-    if kind is None or kind.needs_codes:
+    if request is None or request.needs_codes:
         return Form.CODES
-    form, format = _gemm_form(kind, dtype, capability), kind.quantizer.format
+    form, format = _gemm_form(request, dtype, capability), request.quantizer.format
     if form is Form.FOLDED and not format.folds:
         return Form.CODES  # it is FP8 with a scale per tensor already
-    saves_codes = kind.saved and not (many and form is Form.FOLDED)
+    saves_codes = request.saved and not (many and form is Form.FOLDED)
     return Form.CODES if saves_codes and form.value > format.bits_per_element else form
 
 
@@ -132,19 +132,19 @@ def forms_of(
 ) -> tuple[Form, Form, bool] | None:
     """Return the forms in which kernels write both sides of a matrix; None without kernels.
 
-    ``row`` and ``col`` are requests' kinds. ``same``: both sides are of one request, for square
-    blocks, whose column operand is that of the transpose. ``many`` is as for :func:`written_form`.
+    ``row`` and ``col`` are requests without keys. ``same``: both sides are of one request, for
+    square blocks, whose column operand is the transpose. ``many`` is as for :func:`written_form`.
 
     Returns:
         Both sides' forms, and True if one operand serves both, which is quantized along columns,
         whose blocks stay within a thread.
     """
-    if any(kind is not None and not has_kernel(kind.quantizer) for kind in (row, col)):
+    if any(side is not None and not has_kernel(side.quantizer) for side in (row, col)):
         return None
     shared = False
     if same and row is not None:
-        col = row.of_transpose.kind
-        shared = all(_gemm_form(kind, dtype, capability) is Form.BF16 for kind in (row, col))
+        col = row.of_transpose.keyless
+        shared = all(_gemm_form(side, dtype, capability) is Form.BF16 for side in (row, col))
     form = written_form(row, dtype, capability, many)
     return form, form if shared else written_form(col, dtype, capability, many), shared
 

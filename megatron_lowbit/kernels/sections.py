@@ -1,4 +1,4 @@
-"""Matrices of one kind that a kernel takes together: a table of their places in device memory.
+"""Similar matrices that a kernel takes together: a table of their addresses in device memory.
 
 Programs count the tiles of all matrices, one matrix after another. A program finds its matrix in a
 list of all tiles behind the table, and reads from the table what differs from matrix to matrix.
@@ -24,15 +24,15 @@ are taken by the same table."""
 SIGNS, KEY, CODES, SCALES, COLUMNS = (tl.constexpr(i) for i in range(5))
 """Rows of a side, from its first on."""
 OF_THE_TABLE = 16
-"""Argument in whose place a kernel reads the table: Triton compiles anew for other kinds."""
-_MOST = np.iinfo(np.int16).max
+"""Argument in whose place a kernel reads the table: Triton compiles again for other types."""
+_MAX_MATRICES = np.iinfo(np.int16).max
 """Matrices of a table at most."""
 
 
 class Table(NamedTuple):
     """Table of matrices: int64 rows of entries, then the matrix of each tile in int16.
 
-    ``count`` is the number of its columns, ``programs`` that of all tiles.
+    ``count`` is the number of its columns, ``programs`` the number of all tiles.
     """
 
     entries: Tensor
@@ -99,8 +99,8 @@ def columns_for(matrices: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _numbers(count: int) -> np.ndarray:
-    if count > _MOST:
-        raise ValueError(f"one launch takes up to {_MOST} matrices, not {count}")
+    if count > _MAX_MATRICES:
+        raise ValueError(f"one launch takes up to {_MAX_MATRICES} matrices, not {count}")
     return np.arange(count, dtype=np.int16)
 
 

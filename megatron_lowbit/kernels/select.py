@@ -24,7 +24,7 @@ def select_engine(device: torch.device, request: str = "auto") -> Engine:
     if device.type != "cuda":
         return ReferenceEngine(f"no fused kernels for {device.type}")
     capability = torch.cuda.get_device_capability(device)
-    shown, needed = (".".join(map(str, one)) for one in (capability, MIN_CAPABILITY))
+    shown, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
     if capability < MIN_CAPABILITY:
         return ReferenceEngine(f"compute capability {shown}; fused kernels need {needed}")
     # Triton is there wherever torch has CUDA, and on few other machines.

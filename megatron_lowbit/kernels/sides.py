@@ -32,7 +32,7 @@ from megatron_lowbit.numerics.randomness import GROUP
 LANES = 32
 """Lanes of a group in longer blocks."""
 Written = tuple[Tensor, Tensor | None, Tensor]
-"""What a kernel writes: codes, scales (None without any) and tensor scale."""
+"""Codes, scales (None without any) and tensor scale, which a kernel writes."""
 
 
 class Memory(NamedTuple):
@@ -53,12 +53,12 @@ class Memory(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Layout of what a kernel writes of one side of a matrix, and the constexpr that it takes.
+    """Layout of the operand that a kernel writes for a side of a matrix, and its constexpr.
 
-    ``format`` is that of the result, of size ``shape``. ``columns`` are those of a row of codes, in
+    ``format`` and ``shape`` are of the operand. ``columns`` is the length of a row of codes in
     elements: whole blocks and transforms. ``on_lanes``: four bytes of codes are written at once.
-    ``scales`` are None for BF16 numbers. They are contiguous, but those of FP8 tiles of one row
-    that are quantized on lanes have ``rows_fastest``, as cuBLAS reads them. ``tensor_scaled``: the
+    ``scales`` are None for BF16 numbers. They are contiguous; scales of FP8 tiles of one row that
+    are quantized on lanes have ``rows_fastest``, as cuBLAS reads them. ``tensor_scaled``: the
     tensor scale may not be 1.
     """
 
@@ -99,19 +99,19 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout_of(
-    kind: Request, form: Form, rows: int, columns: int, transposed: bool, lanes: bool = True
+    request: Request, form: Form, rows: int, columns: int, transposed: bool, lanes: bool = True
 ) -> Layout:
     """Return the layout of a side (rows, columns); ``transposed`` for a matrix's transpose.
 
-    ``kind`` is a request's. ``lanes``: False for a kernel that quantizes tiles as one tensor.
+    ``request`` has no keys. ``lanes``: False for a kernel that quantizes tiles as one tensor.
     """
-    format = stored = kind.quantizer.format
+    format = stored = request.quantizer.format
     if form is Form.FOLDED:
-        stored = folded_format(format, kind.left, kind.partner)
-    spec = _spec(kind, form, stored)
+        stored = folded_format(format, request.left, request.partner)
+    spec = _spec(request, form, stored)
     spec = spec if lanes else spec._replace(lanes=0)
-    if kind.hadamard is not None:
-        columns = cdiv(columns, kind.hadamard.size) * kind.hadamard.size
+    if request.hadamard is not None:
+        columns = cdiv(columns, request.hadamard.size) * request.hadamard.size
     padded = columns if form is Form.BF16 else cdiv(columns, format.block) * format.block
     on_lanes = lanes and format.block > 1
     rows_fastest = on_lanes and not stored.repeats_scales and stored.block_rows == 1
@@ -199,8 +199,8 @@ def arguments(
 
 
 @cache
-def _spec(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
-    format, hadamard = kind.quantizer.format, kind.hadamard
+def _spec(request: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
+    format, hadamard = request.quantizer.format, request.hadamard
     kernel = kernel_of(format)
     if kernel is None:
         raise ValueError(f"no kernel quantizes to {format}")
@@ -221,14 +221,14 @@ def _spec(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
         tensor_scaled=format.tensor_scaled,
         element=element(format.element),
         options=options,
-        stochastic=kind.quantizer.rounding is Rounding.STOCHASTIC,
+        stochastic=request.quantizer.rounding is Rounding.STOCHASTIC,
         transform=transform_of(hadamard),
         lanes=lanes if lanes <= MAX_LANES.value else 0,
         block_lanes=min(format.block, LANES),
         values=form is Form.BF16,
         fold=element(stored.element) if form is Form.FOLDED else None,
         fold_scale=fold_scale(format, stored) if form is Form.FOLDED else 1.0,
-        # A tensor scale is from the amax after the transform.
+        # A tensor scale is made from the amax after the transform.
         bound=1.0 if format.tensor_scaled else largest_after(hadamard),
     )
 

@@ -1,4 +1,4 @@
-"""Matrices of one kind: parts of one tensor, such as the tokens of a layer's experts, or apart.
+"""Similar matrices: parts of one tensor, such as the tokens of a layer's experts, or separate.
 
 What kernels need of many matrices is calculated here for all at once, and what follows from their
 numbers of rows only once: asking each of a hundred tensors for its address takes the CPU longer
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Units(NamedTuple):
-    """Units of several rows: those of each matrix, those before it, those of all."""
+    """Units of several rows: the number in each matrix, before it, and in all."""
 
     numbers: np.ndarray
     before: np.ndarray
@@ -92,34 +92,34 @@ class RowSlices(SeparateMatrices):
     """The parts of a matrix (T, K), as a sequence of views.
 
     Args:
-        whole: the matrix.
+        matrix: the matrix.
         rows: number of rows of each part, of sum T.
     """
 
     alike = True
 
-    def __init__(self, whole: Tensor, rows: Rows) -> None:
-        self.whole = self.template = whole
+    def __init__(self, matrix: Tensor, rows: Rows) -> None:
+        self.matrix = self.template = matrix
         self.rows = rows
 
     @cached_property
     def matrices(self) -> Sequence[Tensor]:  # type: ignore[override]
         """The parts."""
-        return self.whole.split(self.rows.numbers.tolist())
+        return self.matrix.split(self.rows.numbers.tolist())
 
     @cached_property
     def addresses(self) -> np.ndarray:
         """The address of each part, int64, also of one without rows."""
-        return self.rows.in_units(1).before * self._row_bytes + self.whole.data_ptr()
+        return self.rows.in_units(1).before * self._row_bytes + self.matrix.data_ptr()
 
     @property
     def aligned(self) -> bool:
         """True if each begins at a multiple of 16 bytes, whatever their rows."""
-        return self.whole.data_ptr() % 16 == 0 and self._row_bytes % 16 == 0
+        return self.matrix.data_ptr() % 16 == 0 and self._row_bytes % 16 == 0
 
     @property
     def _row_bytes(self) -> int:
-        return self.whole.stride(0) * self.whole.element_size()
+        return self.matrix.stride(0) * self.matrix.element_size()
 
 
 def as_matrix_list(matrices: Sequence[Tensor]) -> SeparateMatrices:

@@ -39,7 +39,7 @@ _SCALES, _BLOCK_CODES = "megatron_lowbit.kernels.scales:", "megatron_lowbit.kern
 def kernel_of(format: BlockFormat) -> FormatKernel | None:
     """Return the Triton side of a format; None for one that GPUs quantize in eager torch.
 
-    Those of other formats are added by ``kernel_of.register``.
+    Other formats are added by ``kernel_of.register``.
     """
     return None
 

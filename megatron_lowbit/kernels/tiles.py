@@ -36,8 +36,8 @@ def load_column_lanes(
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Load the tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
-    place = tl.arange(0, TM // P * TN)
-    r, c = place // TN * P, place % TN
+    index = tl.arange(0, TM // P * TN)
+    r, c = index // TN * P, index % TN
     N: tl.constexpr = min(P, 16)
     lanes = _zeros(TM // P * TN, P)
     # Loops that carry the address. Where an operation makes it, Triton's coalescing walks all code
@@ -65,8 +65,8 @@ def load_row_lanes(
 ):  # fmt: skip
     """Load the tile as P tensors [TM * TN // P], rows slowest; the i-th: columns i, i + P, ..."""
     N: tl.constexpr = TM * TN // P
-    place = tl.arange(0, N)[:, None]
-    r, c = place // (TN // P), place % (TN // P) * P + tl.arange(0, 8)[None, :]
+    index = tl.arange(0, N)[:, None]
+    r, c = index // (TN // P), index % (TN // P) * P + tl.arange(0, 8)[None, :]
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     r, c = row0 + r, col0 + c
     lanes = _zeros(N, P)

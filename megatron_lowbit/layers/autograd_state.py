@@ -81,10 +81,10 @@ def eager(function: _Function) -> _Function:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype to which autocast casts on a device; None where it is off."""
-    kind = device.type
+    device_type = device.type
     # Devices without autocast, such as meta, raise an error at the second question.
-    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
     return None
 
 
@@ -95,7 +95,7 @@ def without_autocast(function: _Function) -> _Function:
     """Disable autocast in the ``forward`` or ``backward`` of an autograd function.
 
     Autocast would round to 16 bits what a GEMM in FP32 multiplies. The device is that of the
-    first argument behind the context.
+    first argument after the context.
     """
 
     @wraps(function)

@@ -32,8 +32,8 @@ from megatron_lowbit.numerics.randomness import Key, sign_key
 class WeightCache:
     """Cached quantized weight, for fprop and dgrad. Reset to None whenever the weight changes.
 
-    ``stored``: True if the codes stay where they are, and are written anew: where they are all that
-    a rank keeps of the weight, and where CUDA graphs read them.
+    ``stored``: True if new codes are written in place: where they are all that a rank keeps of the
+    weight, and where CUDA graphs read them.
     """
 
     operands: tuple[Any, Any] | None = None
@@ -102,7 +102,7 @@ class LinearContext:
         col: Gemm | None,
         needs_codes: bool = False,
     ) -> tuple[Any, Any]:
-        """Quantize x (R, C) for the GEMM that contracts its columns, and for that of its rows.
+        """Quantize x (R, C) for the GEMMs that contract its columns and its rows.
 
         Args:
             x: the operand of that ``role``, in high precision.
@@ -139,7 +139,7 @@ class LinearContext:
     def request(
         self, gemm: Gemm, role: Role, rows: int, needs_codes: bool = False
     ) -> Request | None:
-        """Return how an operand of so many rows is quantized; None for high precision."""
+        """Return the request for an operand of so many rows; None for high precision."""
         plan = self.plan(rows)[gemm, role]
         request = self.precision.request(gemm, role, needs_codes or plan.codes, plan.stays)
         if request is None or not request.takes_keys:
@@ -161,7 +161,7 @@ class LinearContext:
         col: Gemm | None,
         requests: tuple[Request | None, Request | None],
     ) -> ScaleAmaxes:
-        """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
+        """Return the amaxes of both sides' tensor scales; None where x alone decides them."""
         if role == Role.WEIGHT and self.scaled_with:
             amaxes = [self.engine.amaxes(weight, *requests) for weight in (x, *self.scaled_with)]
             row_amaxes, col_amaxes = zip(*amaxes, strict=True)
@@ -171,9 +171,9 @@ class LinearContext:
         shared = [gemm for gemm in (row, col) if gemm and self.shares_amax(gemm, role)]
         if not shared:
             return None, None
-        own: Amaxes = None, None
+        current: Amaxes = None, None
         if any(self._reduces_amax(gemm, role) for gemm in shared):
-            own = self.engine.amaxes(x, *requests)
+            current = self.engine.amaxes(x, *requests)
 
         def scale_amax(gemm: Gemm | None, amax: Tensor | None) -> Tensor | DelayedAmax | None:
             if gemm is None or gemm not in shared:
@@ -182,8 +182,8 @@ class LinearContext:
                 return self._delayed_amax(gemm, role)
             return self.scale_amax(gemm, role, amax)
 
-        by_row = scale_amax(row, own[0])
-        return by_row, by_row if requests[0] is requests[1] else scale_amax(col, own[1])
+        by_row = scale_amax(row, current[0])
+        return by_row, by_row if requests[0] is requests[1] else scale_amax(col, current[1])
 
     def shares_amax(self, gemm: Gemm, role: Role) -> bool:
         """Return True if a tensor scale depends on more than the local tensor."""
@@ -193,12 +193,12 @@ class LinearContext:
         return precision.delayed is not None or self._reduces_amax(gemm, role)
 
     def _reduces_amax(self, gemm: Gemm, role: Role) -> bool:
-        whole = self.precision.gemms[gemm].tensor_scale == "group"
+        group = self.precision.gemms[gemm].tensor_scale == "group"
         split_tokens = role == Role.INPUT and self.shards.sequence_parallel
-        return (whole or split_tokens) and role in self.shards.roles
+        return (group or split_tokens) and role in self.shards.roles
 
     def scale_amax(self, gemm: Gemm, role: Role, amax: Tensor) -> Tensor:
-        """Reduce and record the amax of a local tensor; return that of its tensor scale."""
+        """Reduce and record the amax of a local tensor; return the amax of its tensor scale."""
         if self._reduces_amax(gemm, role):
             amax = self.shards.max_over_group(amax)
         delayed = self._delayed_amax(gemm, role)
@@ -225,9 +225,9 @@ class LinearContext:
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
-        ``beta`` is as for :meth:`Engine.gemm`. ``rhs`` is fprop's own operand where dgrad or
-        wgrad takes its values, and may be a ``LazyTranspose``. Each rank falls back for its own
-        product: of one that is to be summed over ranks, for its own term.
+        ``beta`` is as for :meth:`Engine.gemm`. ``rhs`` is fprop's operand where dgrad or wgrad
+        takes its values, and may be a ``LazyTranspose``. Each rank falls back for its own product,
+        before products are summed over ranks.
         """
         precision, engine = self.precision.gemms[name], self.engine
         left, right = without_source(lhs), without_source(rhs)

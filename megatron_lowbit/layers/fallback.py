@@ -17,7 +17,7 @@ class WithSource:
 
 
 def without_source(operand: Any) -> Any:
-    """Return what the engine made."""
+    """Return the operand as the engine made it."""
     return operand.operand if isinstance(operand, WithSource) else operand
 
 

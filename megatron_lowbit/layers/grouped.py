@@ -1,8 +1,8 @@
 """Linear layers of a mixture of experts, each applied to the tokens that are routed to it.
 
 Experts of one precision are computed together: one launch quantizes the tokens of all, one their
-weights, one the gradients, and each GEMM is one launch. Quantized bits are those of a linear layer
-for each expert, products equal its own but for the order of sums.
+weights, one the gradients, and each GEMM is one launch. Quantized bits are the same as in a linear
+layer for each expert; products differ only by the order of sums.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from megatron_lowbit.numerics.randomness import Key, operand_key, sign_key
 
 @dataclass(frozen=True)
 class GroupContext:
-    """Context of a call of several linear layers, which differ in their keys alone.
+    """Context of a call of several linear layers, which differ only in their keys.
 
     Args:
         context: of one of them; its weight cache keeps the weights of all.
@@ -55,7 +55,7 @@ class GroupContext:
         return xs if left is None else left, [x.t() for x in xs] if right is None else right
 
     def _requests(self, gemm: Gemm | None, role: Role) -> Requests | None:
-        """Return how an operand is quantized; None for no operand, or one in high precision."""
+        """Return the requests for an operand; None for no operand, or one in high precision."""
         if gemm is None:
             return None
         # Rows count from zero: experts' tokens are not split by sequence parallelism.
@@ -86,7 +86,7 @@ class GroupContext:
 def can_group(context: LinearContext) -> bool:
     """Return True if layers of a context's precision can be quantized and multiplied together.
 
-    All operands are quantized anew, by scales of each layer's own tensors, with known keys.
+    Each operand is quantized from its tensor, by scales of each layer's own, with known keys.
     """
     precision = context.precision
     return (
@@ -109,8 +109,8 @@ def lowbit_grouped_linear(
     Args:
         x: (T, K), FP32 or BF16, one expert's tokens after another's.
         weights: (N, K) of each expert.
-        contexts: that of all experts together, which have no biases then; or precision and state
-            of each expert's call, None for high precision.
+        contexts: one for all experts together, which have no biases then; or one for each expert,
+            None for high precision.
         tokens_per_expert: their numbers, of sum T. An expert without tokens has nothing to
             quantize, and no amax to record.
         biases: (N,) of each expert, or None.

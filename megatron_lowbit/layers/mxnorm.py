@@ -5,7 +5,7 @@ Source: "MXNorm" (arXiv 2603.13180), section 3.7 and appendices E and F:
     H = MXNorm(X) . cast(W gain)^T              the gain goes into the weight before its cast
     dX' = cast(dH) . cast(W gain)               with respect to rho X
     dX = rho dX' - rho**3 / D * (sum_k dX'_k X_k) X     RMSNorm's, with rho for 1 / RMS
-    M = cast(dH^T) . cast((rho X)^T)^T          rho X quantized anew, along tokens
+    M = cast(dH^T) . cast((rho X)^T)^T          rho X quantized again, along tokens
     dW = M gain, dgain_j = sum_i M_ij W_ij      summed over the ranks that hold shards of W
 """
 
@@ -129,7 +129,7 @@ def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Te
 def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
     """Compute dgain (D,), FP32, of all rows of W, whichever rank holds them.
 
-    Under sequence parallelism of this rank's alone: norms' gradients are summed later then.
+    Under sequence parallelism only of this rank's rows: norms' gradients are summed later then.
     """
     grad = (product * weight.float()).sum(0)
     if Role.WEIGHT in shards.roles and not shards.sequence_parallel:

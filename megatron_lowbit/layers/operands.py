@@ -141,7 +141,7 @@ def quantize_weight(
 
 
 def versions_of(weights: Sequence[Tensor]) -> list[int]:
-    """Return how often each weight was changed in place, for :func:`check_versions`.
+    """Return the number of changes in place of each weight, for :func:`check_versions`.
 
     Weights are not saved for backward as autograd saves tensors: hooks on saved tensors would copy
     them in high precision, although most GEMMs take codes.
@@ -230,8 +230,8 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
     """
     if not context.accumulate_main_grad:
         return None
-    made = getattr(weight, "get_main_grad", None)
-    sums: Tensor | None = made() if made else getattr(weight, "main_grad", None)
+    make = getattr(weight, "get_main_grad", None)
+    sums: Tensor | None = make() if make else getattr(weight, "main_grad", None)
     if sums is None:
         return None
     if getattr(weight, "overwrite_main_grad", False):

@@ -1,4 +1,4 @@
-"""Definition of the bits: formats, rounding, transforms and the reference GEMM, on torch alone."""
+"""Definition of the bits: formats, rounding, transforms and the reference GEMM, in torch only."""
 
 from megatron_lowbit.numerics.block_formats import FORMATS
 from megatron_lowbit.numerics.by_name import format_by_name, quantize

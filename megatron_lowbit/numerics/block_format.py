@@ -83,7 +83,7 @@ class BlockFormat(ABC):
 
     @property
     def bits_per_element(self) -> float:
-        """Bits an element costs a tensor core: its own and its share of the block scale."""
+        """Bits per element that a tensor core reads: its own and its share of the block scale."""
         return self.element.bits + self.scale_bits / self.block
 
     @property
@@ -190,14 +190,14 @@ def encode_scale(amax: Tensor, top: float) -> Tensor:
 
 
 def multiplier(scales: Tensor, tensor_scale: Tensor) -> Tensor:
-    """Return what elements are multiplied by: min(1 / (scale * tensor scale), FLT_MAX)."""
+    """Return the factor of elements: min(1 / (scale * tensor scale), FLT_MAX)."""
     return (1.0 / (scales.to(torch.float32) * tensor_scale)).clamp(max=_FLT_MAX)
 
 
 def decode_scale(amax: Tensor, scale: float, element: float) -> Tensor:
     """Return amax / scale / element, at least FP32's smallest number; 1 for zeros."""
-    found = amax / torch.full_like(amax, scale) / torch.full_like(amax, element)
-    return torch.where(amax == 0, torch.ones_like(amax), found.clamp(_LEAST))
+    quotient = amax / torch.full_like(amax, scale) / torch.full_like(amax, element)
+    return torch.where(amax == 0, torch.ones_like(amax), quotient.clamp(_LEAST))
 
 
 def positive_scales(base: Tensor, tensor_scale: Tensor) -> Tensor:

@@ -75,16 +75,16 @@ class DelayedAmax(NamedTuple):
     earlier: Tensor
     step: Tensor | None
 
-    def resolve(self, own: Tensor) -> Tensor:
+    def resolve(self, current: Tensor) -> Tensor:
         """Record the tensor's own amax (FP32 scalar); return the one for its scale.
 
         One that is not finite leaves no trace and is returned itself: a finite scale would make its
         infinities ordinary numbers.
         """
         if self.step is not None:
-            finite = own.nan_to_num(nan=_NONE, posinf=_NONE)
+            finite = current.nan_to_num(nan=_NONE, posinf=_NONE)
             torch.maximum(self.step, finite, out=self.step)
-        return torch.where((self.earlier < 0) | ~own.isfinite(), own, self.earlier)
+        return torch.where((self.earlier < 0) | ~current.isfinite(), current, self.earlier)
 
 
 class AmaxHistory:
@@ -118,7 +118,7 @@ class AmaxHistory:
         return self.entries.shape[1]
 
     def amax(self, operand: int, rule: DelayedScaling, record: bool = True) -> DelayedAmax:
-        """Return the amax of an operand's scale; those of finished steps are computed once."""
+        """Return the amax of an operand's scale; amaxes of finished steps are computed once."""
         if rule not in self._earlier:
             self._earlier[rule] = rule.earlier(self.entries)
         return DelayedAmax(self._earlier[rule][operand], self.step[operand] if record else None)

@@ -1,6 +1,6 @@
 """Formats from outside the package: Python files that recipes name, and entry points.
 
-Both run code: that of a file which the user's recipe names, or of a package which is installed.
+Both run code: of a file that the user's recipe names, or of an installed package.
 """
 
 import sys
@@ -43,25 +43,25 @@ def load_format_file(path: str) -> str:
     """Run a Python file and register its ``FORMATS``; return the path.
 
     A file that was loaded before is not run again, so that its classes stay the same. Its module is
-    named by the file's name alone: quantized tensors that are pickled load wherever the file lies.
+    named only by the file's name: quantized tensors that are pickled load wherever the file lies.
 
     Raises:
         ValueError: the file cannot be read or run, has no formats, or one whose name is taken.
     """
-    file, place = Path(path), f"format file {path}"
+    file, source = Path(path), f"format file {path}"
     if file.suffix != ".py":
-        raise ValueError(f"{place}: its name must end in .py")
+        raise ValueError(f"{source}: its name must end in .py")
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{place}: {error.strerror}") from None
+        raise ValueError(f"{source}: {error.strerror}") from None
     name = _MODULE_PREFIX + file.stem
     if name in _contents:
         if _contents[name] != content:
-            raise ValueError(f"{place}: another {file.name} was loaded before; rename one of them")
+            raise ValueError(f"{source}: another {file.name} was loaded before; rename one of them")
         return path
     if (advice := _refusal.get()) is not None:
-        raise ValueError(f"{place}: not run; {advice}")
+        raise ValueError(f"{source}: not run; {advice}")
     module = ModuleType(name)
     module.__file__ = str(file.absolute())
     sys.modules[name] = module  # dataclasses and pickle look it up
@@ -70,7 +70,7 @@ def load_format_file(path: str) -> str:
         _register(getattr(module, "FORMATS", ()))
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{place}: {_line_of(error, module.__file__)}{error}") from error
+        raise ValueError(f"{source}: {_line_of(error, module.__file__)}{error}") from error
     _contents[name] = content
     return path
 

@@ -1,4 +1,4 @@
-"""Folding: codes times their block scales, rewritten as FP8 with one scale a tensor.
+"""Folding: codes times their block scales, rewritten as FP8 with one scale per tensor.
 
 For power-of-two block scales let 2**K be the largest of a block that is not zero, and 2**k that of
 an element's block:
@@ -11,7 +11,7 @@ right one is not E5M2: it holds them over 28 binades. All others are cast to E4M
 the largest power of two with which every code stays an FP8 number: for E4M3 64 (E2M1), 32 (E2M3),
 16 (E3M2) and 1 (E4M3). An element is exact unless it falls below the FP8 element's normal range:
 its error is then at most half of the least step, which for E4M3 is 2**-18.8 of the tensor's largest
-number. Hopper's FP8 tensor cores multiply the result by one scale a tensor.
+number. Hopper's FP8 tensor cores multiply the result by one scale per tensor.
 
 Where the tensor's own amax is not known, 2**K is the scale of a number that none exceeds: after a
 transform of g points, 1.01 sqrt(g) times the amax before it (the hundredth is for rounding).
@@ -57,7 +57,7 @@ def fold_scale(format: BlockFormat, target: BlockFormat) -> float:
 
 
 def largest_after(hadamard: Hadamard | None) -> float:
-    """Return how many times the amax before a transform no number after it exceeds."""
+    """Return the bound of numbers after a transform, as a multiple of the amax before it."""
     return 1.0 if hadamard is None else 1.01 * math.sqrt(hadamard.size)
 
 
@@ -70,7 +70,7 @@ def fold(
 
     Args:
         q: the matrix.
-        target: :func:`folded_format`; None for that of a right operand.
+        target: :func:`folded_format`; None for a right operand's.
         amax: FP32 scalar that no number exceeds; None for the largest scale of the codes.
     """
     element = q.format.element
@@ -97,5 +97,5 @@ def fold(
 def _scale_of_each(q: QuantizedTensor, codes: Tensor) -> Tensor:
     """Return the block scale of each element, FP32 (R, K)."""
     ones = encode(torch.ones(codes.shape, device=codes.device), q.format.element)
-    one = torch.ones((), device=codes.device)
-    return q.format.decode(ones, q.scales, one).flatten(1)
+    unit = torch.ones((), device=codes.device)
+    return q.format.decode(ones, q.scales, unit).flatten(1)

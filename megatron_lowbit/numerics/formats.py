@@ -19,7 +19,7 @@ class ElementFormat:
 
     ``max`` is the largest finite magnitude and ``min_normal`` the smallest normal one. Subnormals
     are multiples of ``min_normal * 2**-mantissa_bits``. ``dtype`` is a torch dtype whose cast gives
-    the codes, or None where torch has none: then codes are uint8, one a byte.
+    the codes, or None where torch has none: then codes are uint8, one per byte.
     """
 
     name: str

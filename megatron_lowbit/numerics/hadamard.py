@@ -31,7 +31,7 @@ class Hadamard:
     Args:
         size: points of the transform, a power of two from 2 to 256.
         signs: ``fixed`` (one pinned vector; at 16 points Transformer Engine's), an integer (one
-            vector drawn from that seed, for all transforms), ``fresh`` (drawn anew for each GEMM
+            vector drawn from that seed, for all transforms), ``fresh`` (drawn again for each GEMM
             from a key) or ``none``.
         output: dtype that the transformed values are rounded to before quantization: ``bf16`` as
             in NVFP4 training, ``fp32`` as in MXFP4 training.
@@ -52,7 +52,7 @@ class Hadamard:
             raise ValueError(f"hadamard output {self.output!r} is not one of bf16, fp32")
 
     def sign_vector(self, key: int = 0) -> tuple[int, ...]:
-        """Return the signs, one a point; ``key`` (64 bits) draws them where they are fresh."""
+        """Return the signs, one per element; ``key`` (64 bits) draws them where they are fresh."""
         if self.signs == "none":
             return (1,) * self.size
         if self.signs == "fresh":
@@ -86,9 +86,9 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int | Tensor = 0
     """
     size = hadamard.size
     x = F.pad(x.to(torch.float32), (0, -x.shape[-1] % size))
-    points = [
-        point if sign > 0 else 0.0 - point  # zeros of padding stay positive
-        for point, sign in zip(
+    lanes = [
+        lane if sign > 0 else 0.0 - lane  # zeros of padding stay positive
+        for lane, sign in zip(
             x.unflatten(-1, (x.shape[-1] // size, size)).unbind(-1),
             hadamard.sign_vector(int(sign_key) % 2**64),
             strict=True,
@@ -98,8 +98,8 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int | Tensor = 0
     while distance < size:
         for i in range(size):
             if not i & distance:
-                low, high = points[i], points[i + distance]
-                points[i], points[i + distance] = low + high, low - high
+                low, high = lanes[i], lanes[i + distance]
+                lanes[i], lanes[i + distance] = low + high, low - high
         distance *= 2
-    y = torch.stack(points, dim=-1).flatten(-2) * (1.0 / math.sqrt(size))
+    y = torch.stack(lanes, dim=-1).flatten(-2) * (1.0 / math.sqrt(size))
     return y.to(torch.bfloat16).to(torch.float32) if hadamard.output == "bf16" else y

@@ -121,8 +121,8 @@ def _quadrature(end: float) -> tuple[Tensor, Tensor]:
     nodes, weights = map(torch.from_numpy, np.polynomial.legendre.leggauss(_NODES))
     width = end / _PANELS
     starts = width * torch.arange(_PANELS, dtype=torch.float64)
-    points = starts[:, None] + width / 2 * (nodes + 1)
-    return points.flatten(), (width / 2 * weights).repeat(_PANELS)
+    abscissae = starts[:, None] + width / 2 * (nodes + 1)
+    return abscissae.flatten(), (width / 2 * weights).repeat(_PANELS)
 
 
 def mean_rounded(sigma: float, block: int) -> float:
@@ -140,14 +140,14 @@ def rounded_table(block: int, device: torch.device) -> Tensor:
     The points are equally far apart, where the paper's are powers of 2 ** (1 / A): an FP32 mean's
     leading bits are then its place in the table, on every device.
     """
-    found = []
+    sigmas = []
     for i in range(_TABLE + 1):
         target, low, high = 1 + i / _TABLE, 1e-3, 4.0
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if mean_rounded(middle, block) < target else (low, middle)
-        found.append((low + high) / 2)
-    return torch.tensor(found, dtype=torch.float32, device=device)
+        sigmas.append((low + high) / 2)
+    return torch.tensor(sigmas, dtype=torch.float32, device=device)
 
 
 def rms_of_rounded(mean: Tensor, block: int) -> Tensor:

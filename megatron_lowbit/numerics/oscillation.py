@@ -42,7 +42,7 @@ class OscillationReset:
             raise ValueError(f"ratio {self.ratio:g} is not positive")
 
     def step(self, iteration: int, total: int) -> int | None:
-        """Return how many iterations of a measurement are over; None outside of one.
+        """Return the number of finished iterations of a measurement; None outside of one.
 
         Args:
             iteration: finished iterations.

@@ -116,7 +116,7 @@ def _inputs(
         not split or _gathers_codes(precision, Gemm.WGRAD, split_tokens)
     ):
         saved, moment = Saved.OPERAND, Moment.FORWARD
-    own, reused = saved is Saved.OPERAND, training and saved is Saved.FPROP
+    saves_own, reused = saved is Saved.OPERAND, training and saved is Saved.FPROP
     return (
         OperandPlan(fprop.lhs, codes=gathers or reused, gathers_codes=gathers),
         OperandPlan(
@@ -124,8 +124,8 @@ def _inputs(
             source,
             moment,
             saved if training else None,
-            stays=own,
-            codes=split and own,
+            stays=saves_own,
+            codes=split and saves_own,
             gathers_codes=split and saved is not Saved.TENSOR,
         ),
     )
@@ -157,7 +157,7 @@ def _gathers_codes(precision: "LinearPrecision", gemm: Gemm, tokens: int) -> boo
     """Return True if a rank's tokens hold whole input blocks, so that codes can be gathered."""
     quantizer = precision.quantizer(gemm, Role.INPUT)
     if quantizer is None or quantizer.splits_mean:
-        return False  # a mean is that of the tokens of all ranks
+        return False  # a mean is of the tokens of all ranks
     if gemm == Gemm.FPROP:
         return tokens % quantizer.format.block_rows == 0
     if quantizer.format.row_scaled:

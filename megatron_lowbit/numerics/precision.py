@@ -20,10 +20,10 @@ class GemmPrecision:
     ``hadamard`` goes to both operands with the same signs, or the product is another one: it needs
     both to be quantized. ``tensor_scale`` says which amax makes the scale of a tensor that tensor
     parallelism shards: the local ``shard``'s, or the maximum over the ``group``, which gives every
-    layout the same quantized bits for one more small all-reduce an operand. ``delayed`` makes
+    layout the same quantized bits for one more small all-reduce per operand. ``delayed`` makes
     tensor scales from earlier steps. ``rhs_of_fprop`` of dgrad and wgrad multiplies the values that
     fprop's quantized weight or input has, blocks along fprop's axis, in place of quantizing it
-    anew: the straight-through estimator. ``requantizes_rhs`` of dgrad and wgrad quantizes those
+    again: the straight-through estimator. ``requantizes_rhs`` of dgrad and wgrad quantizes those
     values of fprop, in BF16, along its own axis: the backward pass then sees what the forward pass
     multiplied. ``lhs_of_dgrad`` of wgrad multiplies the values that dgrad's quantized gradient has,
     blocks along dgrad's axis. ``fallback`` computes a product that is not finite again from
@@ -53,8 +53,8 @@ class GemmPrecision:
             raise ValueError("requantize: axis fprop takes fprop's values as they are")
         if self.fallback and (self.uses_fprop or self.lhs_of_dgrad):
             same_axis = "axis fprop" if self.rhs_of_fprop else "axis dgrad"
-            kind = "requantize" if self.requantizes_rhs else same_axis
-            raise ValueError(f"fallback: {kind} keeps no operand in high precision")
+            reuse = "requantize" if self.requantizes_rhs else same_axis
+            raise ValueError(f"fallback: {reuse} keeps no operand in high precision")
 
     @property
     def sides(self) -> tuple[Quantizer | None, Quantizer | None]:
@@ -219,7 +219,7 @@ class LinearPrecision:
     def request(
         self, gemm: Gemm, role: Role, needs_codes: bool = False, saved: bool = False
     ) -> Request | None:
-        """Return how an operand is quantized, without keys; None where it is not."""
+        """Return the request for an operand, without keys; None where it is not quantized."""
         asked = gemm, role, needs_codes, saved
         if asked not in self._requests:
             self._requests[asked] = self._make_request(*asked)
@@ -301,7 +301,7 @@ class LinearPrecision:
 
     def without_requantize(self) -> "LinearPrecision":
         """Return the precision with weights and inputs quantized themselves in each GEMM."""
-        dgrad, wgrad = (replace(one, requantizes_rhs=False) for one in (self.dgrad, self.wgrad))
+        dgrad, wgrad = (replace(gemm, requantizes_rhs=False) for gemm in (self.dgrad, self.wgrad))
         return replace(self, dgrad=dgrad, wgrad=wgrad)
 
     @property

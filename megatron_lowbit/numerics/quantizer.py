@@ -53,7 +53,7 @@ REFERENCE = Arithmetic(
 class QuantizedTensor:
     """A tensor in a block-scaled format, block axis last.
 
-    ``codes`` (4-bit ones two a byte), ``scales`` and ``tensor_scale`` are as the format defines
+    ``codes`` (4-bit ones two per byte), ``scales`` and ``tensor_scale`` are as the format defines
     them, for ``shape`` flattened to two axes and its last one padded to whole blocks; ``shape`` is
     the logical shape, its last axis rounded up to whole transforms where one was applied. ``mean``,
     FP32 (K,), is added to each decoded row of K, where the mean of the rows was split off.
@@ -169,7 +169,7 @@ class Quantizer:
 class Request:
     """Quantization of one side of a tensor in one call: a quantizer, and what the call adds.
 
-    Compared by identity, so that plans of kernels are found by :attr:`kind` at once.
+    Compared by identity, so that plans of kernels are found by :attr:`keyless` at once.
 
     Args:
         quantizer: format and rounding.
@@ -177,7 +177,7 @@ class Request:
         sign_key: key of the transform's signs, where they are fresh for each GEMM.
         draw: the random bits; needed by stochastic rounding.
         partner: format of the operand that it will be multiplied with; None for high precision.
-        transpose_partner: that of its transpose's operand, for square blocks that serve both sides.
+        transpose_partner: partner of its transpose, for square blocks that serve both sides.
         left: True for the left operand of its product.
         needs_codes: True for an operand whose codes are sent or dequantized. Any other an engine
             may give in the form that its GEMM takes.
@@ -197,13 +197,13 @@ class Request:
     folding: bool = True
 
     @cached_property
-    def kind(self) -> "Request":
+    def keyless(self) -> "Request":
         """The request without its call's keys: one object for all that ask for the same."""
         bare = replace(self, sign_key=0, draw=None)
         asked = tuple(getattr(bare, field.name) for field in fields(bare))
-        kind = _KINDS.setdefault(asked, bare)
-        kind.__dict__["kind"] = kind
-        return kind
+        keyless = _KEYLESS.setdefault(asked, bare)
+        keyless.__dict__["keyless"] = keyless
+        return keyless
 
     @cached_property
     def of_transpose(self) -> "Request":
@@ -217,15 +217,15 @@ class Request:
         return fresh or self.quantizer.rounding is Rounding.STOCHASTIC
 
     def with_keys(self, sign_key: int | Tensor, draw: Draw | None) -> "Request":
-        """Return the same kind of request with a call's keys."""
+        """Return the request with a call's keys."""
         keyed = replace(self, sign_key=sign_key, draw=draw)
-        keyed.__dict__["kind"] = self.kind
+        keyed.__dict__["keyless"] = self.keyless
         return keyed
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what is encoded of x (R, K), in FP32, and the mean of rows that it lacks.
+        """Return x (R, K) in FP32, transformed or as a residual if the request says so.
 
-        It is transformed, or a residual, if the request says so.
+        The second result is the mean of rows that a residual lacks, else None.
         """
         if self.quantizer.splits_mean:
             mean, residual = split_mean(x.float())
@@ -250,16 +250,16 @@ class Request:
         Args:
             x: (..., K), FP32 or BF16, any strides. Ragged sizes are padded with zeros inside.
             amax: FP32 scalar that a tensor scale is made from, such as the maximum over the shards
-                of a tensor, or an amax of earlier steps, which records that of x after the
-                transform. None takes that of x. Without effect on a format without a tensor scale.
+                of a tensor, or an amax of earlier steps, which records the amax of x after the
+                transform. None takes the amax of x. No effect without a tensor scale.
             arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
         """
         format, count = self.quantizer.format, math.prod(x.shape[:-1])
         x2d = x.reshape(count, x.shape[-1])
         y, mean = self.prepare(x2d)
         if not isinstance(amax, Tensor) or not format.tensor_scaled:
-            own = y.abs().amax() if format.tensor_scaled and y.numel() else y.new_zeros(())
-            amax = amax.resolve(own) if isinstance(amax, DelayedAmax) else own
+            current = y.abs().amax() if format.tensor_scaled and y.numel() else y.new_zeros(())
+            amax = amax.resolve(current) if isinstance(amax, DelayedAmax) else current
         # A transform spreads a ragged last block over all of its points: none may be cut off.
         columns = y.shape[1]
         y = _pad(y, _round_up(count, format.block_rows), _round_up(columns, format.block))
@@ -283,13 +283,13 @@ class Request:
         return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape, mean)
 
 
-_KINDS: dict[tuple[Any, ...], Request] = {}
-"""Every kind of request so far, by its fields."""
+_KEYLESS: dict[tuple[Any, ...], Request] = {}
+"""Every request without keys so far, by its fields."""
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests for matrices of one kind, one for each, which differ in their keys alone.
+    """Requests for similar matrices, one for each, which differ only in their keys.
 
     Args:
         template: one of them.

@@ -7,7 +7,7 @@
     Draw(operand_key, rows, groups)                      rows and columns of the whole operand
     uniform(key, rows, groups, bits)                     a number in (0, 1) for each element
 
-A resumed, resharded, recomputed or captured run draws the same bits. The words are those of
+A resumed, resharded, recomputed or captured run draws the same bits. The words are from
 Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 Counters are places in the whole, unsharded operand, block axis last: the words at counters
 ``(0, row, 0, 0)``, ``(1, row, 0, 0)``, ... are one string of bits, lowest bits first, of which
@@ -91,7 +91,7 @@ def key_table(key: int) -> list[int]:
     """Return the keys of all operands, then of all GEMMs' signs, as signed numbers of 64 bits."""
     keys = [operand_key(key, *operand) for operand in OPERANDS]
     keys += [sign_key(key, gemm) for gemm in Gemm]
-    return [int(one) - ((int(one) >> 63) << 64) for one in keys]
+    return [int(number) - ((int(number) >> 63) << 64) for number in keys]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """Rows divided by their RMS; ``eps`` is added under the root. The gain is another's."""
+    """Rows divided by their RMS; ``eps`` is added under the root. It has no gain."""
 
     eps: float = 1e-5
 

@@ -30,20 +30,20 @@ def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str
         TypeError: ``lists`` is neither a path nor several.
     """
     if lists is None:
-        found = _find_lists(model)
+        candidates = _find_lists(model)
         names = ", ".join(BLOCK_LISTS)
         require(
-            bool(found),
+            bool(candidates),
             f"no nn.Linear in the numbered children of a module named {names} (transformers' "
             "Conv1D, as in GPT-2, is none); give the path of the module whose children are the "
             "blocks as blocks=",
         )
         require(
-            len(found) == 1,
-            f"several lists of blocks in the model: {', '.join(found)}; give one of them as "
+            len(candidates) == 1,
+            f"several lists of blocks in the model: {', '.join(candidates)}; give one of them as "
             "blocks=, or a list of them in order",
         )
-        lists = found
+        lists = candidates
     require_type("blocks", lists, str | Sequence, "a path or several")
     paths = []
     for where in [lists] if isinstance(lists, str) else lists:
@@ -75,14 +75,14 @@ def modules_in_blocks(model: nn.Module, paths: Sequence[str]) -> Iterator[tuple[
 
 
 def _find_lists(model: nn.Module) -> list[str]:
-    found: list[str] = []
+    lists: list[str] = []
     for path, module in model.named_modules():
         children = [name for name, _ in module.named_children()]
         is_list = path.rpartition(".")[2] in BLOCK_LISTS and all(map(str.isdigit, children))
-        nested = any(path.startswith(f"{outer}.") for outer in found)
+        nested = any(path.startswith(f"{outer}.") for outer in lists)
         if is_list and not nested and _has_linear(module):
-            found.append(path)
-    return found
+            lists.append(path)
+    return lists
 
 
 def _has_linear(module: nn.Module) -> bool:

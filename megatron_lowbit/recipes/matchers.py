@@ -53,7 +53,7 @@ Extent = Annotated[int | Fraction, BeforeValidator(_extent)]
 
 
 def count_blocks(extent: int | Fraction | None, num_blocks: int) -> int:
-    """Return how many of L blocks an extent means: for a fraction f, max(1, round(f * L))."""
+    """Return an extent as a number of L blocks: for a fraction f, max(1, round(f * L))."""
     if extent is None:
         return 0
     return max(1, round(extent * num_blocks)) if isinstance(extent, Fraction) else extent

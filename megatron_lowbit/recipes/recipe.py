@@ -130,13 +130,13 @@ class Recipe:
         The first is that of the start. Switches of different units may come in any order, since
         that depends on the run's length and batch size.
         """
-        points: list[list[Any]] = [
+        moments: list[list[Any]] = [
             sorted({0, *(switch.at for switch in self.switches if switch.unit == unit.name)})
             for unit in fields(Progress)
         ]
         return [
             ([switch for switch in self.switches if switch.reached(progress)], self.at(progress))
-            for progress in starmap(Progress, product(*points))
+            for progress in starmap(Progress, product(*moments))
         ]
 
     def precisions(self) -> Iterator[LinearPrecision]:

@@ -88,7 +88,7 @@ def checked(record: Any, source: str) -> Record:
 
 
 def difference(current: Record, saved: Record) -> str | None:
-    """Return what differs between two runs' records, as a part of a line; None for nothing.
+    """Return a phrase for the difference between two runs' records; None for none.
 
     Names, descriptions, comments and defaults do not count.
     """
@@ -123,7 +123,7 @@ def _build(raws: list[dict[str, Any]], targets: dict[str, Any], source: str) -> 
 
 
 def _meaning(record: Record) -> tuple[Any, ...]:
-    """Return what decides a run's numbers, to be compared; matchers count in their order."""
+    """Return the parts of a record that decide a run's numbers; matchers count in their order."""
     raws, targets = _read(record)
     for raw in (*raws, *targets.values()):
         raw.update(name="", description="", formats=[])

@@ -363,7 +363,7 @@ def parse_recipe(raw: Any, source: str) -> RecipeSpec:
 
 
 def _check_oscillates(precision: LinearPrecision) -> None:
-    """Raise ValueError unless fprop's quantized weight is a function of the weight alone."""
+    """Raise ValueError unless fprop's quantized weight is a function of only the weight."""
     fprop = precision.fprop
     if fprop.rhs is None:
         return

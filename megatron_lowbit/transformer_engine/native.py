@@ -34,7 +34,7 @@ class Native:
     megatron: dict[str, Any] | None = None
 
 
-class _Kind(NamedTuple):
+class _NativeFormat(NamedTuple):
     """A recipe class for a format, the compute capability it needs, and the reader of settings."""
 
     name: str
@@ -57,13 +57,13 @@ def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Na
     quantizers = [operand.quantizer for operand in precision.operands()]
     if None in quantizers or folds_on_hopper(precision, capability):
         return None
-    kinds = {type(quantizer.format) for quantizer in quantizers}
-    kind = _KINDS.get(kinds.pop()) if len(kinds) == 1 else None
-    if kind is None or capability < kind.capability:
+    types = {type(quantizer.format) for quantizer in quantizers}
+    native = _NATIVE_FORMATS.get(types.pop()) if len(types) == 1 else None
+    if native is None or capability < native.capability:
         return None
-    if not all(kind.takes(q.format) and not q.splits_mean for q in quantizers):
+    if not all(native.takes(q.format) and not q.splits_mean for q in quantizers):
         return None
-    return kind.settings(_Reader(kind.name, precision))
+    return native.settings(_Reader(native.name, precision))
 
 
 def kernels(precision: LinearPrecision, capability: tuple[int, int]) -> str:
@@ -109,18 +109,18 @@ class _Reader:
 
     def roles(self, what: str, value: Callable[[Quantizer], Any]) -> dict[str, Any]:
         """Return the value of each role, which both GEMMs that take it have in common."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for operand in self.precision.operands():
-            role, own = operand.role, value(operand.quantizer)
-            other = found.setdefault(role, own) != own
+            role, setting = operand.role, value(operand.quantizer)
+            other = values.setdefault(role, setting) != setting
             self.refuse(other, f"{role} with one {what} in one GEMM and another in the other")
-        return found
+        return values
 
     def everywhere(self, what: str, value: Callable[[Quantizer], Any]) -> Any:
         """Return a value that all six operands have in common."""
-        found = set(self.roles(what, value).values())
-        self.refuse(len(found) > 1, f"{what} of each role of its own")
-        return found.pop()
+        values = set(self.roles(what, value).values())
+        self.refuse(len(values) > 1, f"{what} of each role of its own")
+        return values.pop()
 
     def square_weights(self, what: str) -> bool:
         """Return True if weights have square blocks; refuse them elsewhere."""
@@ -156,8 +156,8 @@ def _tiles(read: _Reader) -> Native:
     two_square = list(dimensions.values()).count(2) > 1
     read.refuse(two_square, "GEMM of 128x128 with 128x128 tiles")
     arguments = {"fp8_format": fp8_format}
-    for role, letter in (("input", "x"), ("weight", "w"), ("grad", "grad")):
-        arguments[f"{letter}_block_scaling_dim"] = dimensions[role]
+    for role, argument in (("input", "x"), ("weight", "w"), ("grad", "grad")):
+        arguments[f"{argument}_block_scaling_dim"] = dimensions[role]
     usual = power_2 and dimensions == {"input": 1, "weight": 2, "grad": 1}
     megatron = {"fp8_quantization_recipe": "blockwise", "fp8_format": fp8_format.lower()}
     return Native(read.name, arguments, power_2, megatron if usual else None)
@@ -216,14 +216,14 @@ def _nvfp4(read: _Reader) -> Native:
     return Native(read.name, arguments, megatron=None if any(arguments.values()) else megatron)
 
 
-_KINDS: dict[type[BlockFormat], _Kind] = {
-    FP8Tensor: _Kind("Float8CurrentScaling", (8, 9), lambda f: True, _tensors),
-    FP8Tile: _Kind("Float8BlockScaling", (9, 0), lambda f: f.block == TILE, _tiles),
-    MX: _Kind(
+_NATIVE_FORMATS: dict[type[BlockFormat], _NativeFormat] = {
+    FP8Tensor: _NativeFormat("Float8CurrentScaling", (8, 9), lambda f: True, _tensors),
+    FP8Tile: _NativeFormat("Float8BlockScaling", (9, 0), lambda f: f.block == TILE, _tiles),
+    MX: _NativeFormat(
         "MXFP8BlockScaling",
         (10, 0),
         lambda f: f.element in (E4M3, E5M2) and f.block == BLOCK,
         _mxfp8,
     ),
-    NVFP4: _Kind("NVFP4BlockScaling", (10, 0), lambda f: not f.options, _nvfp4),
+    NVFP4: _NativeFormat("NVFP4BlockScaling", (10, 0), lambda f: not f.options, _nvfp4),
 }

@@ -144,8 +144,8 @@ class LowbitTensor(QuantizedTensorStorage):
     def restore_from_saved(self, tensors: list[Tensor]) -> list[Tensor]:
         """Take the tensors back from the front of a list, and return the others."""
         parts, count = self._described
-        own = iter(tensors[:count])
-        self.row, self.col = (unflatten(part, own) for part in parts)
+        saved = iter(tensors[:count])
+        self.row, self.col = (unflatten(part, saved) for part in parts)
         return tensors[count:]
 
 
@@ -183,7 +183,7 @@ class LowbitQuantizer(IdentityQuantizer):
     def update_quantized(
         self, src: Tensor, dst: LowbitTensor, *, noop_flag: Tensor | None = None
     ) -> LowbitTensor:
-        """Quantize ``src`` anew in place of what ``dst`` holds."""
+        """Quantize ``src`` into ``dst``."""
         if noop_flag is not None:
             raise NotImplementedError("weights are not quantized inside CUDA graphs")
         x = src.detach().reshape(prod(src.shape[:-1]), src.shape[-1])
@@ -243,7 +243,7 @@ class Factory:
     """Factory of quantizers for a CustomRecipe, for modules outside of a model of this project.
 
     A module asks for all of its quantizers at once, its input's first. Its random numbers are drawn
-    from torch's default CPU generator, a key a call.
+    from torch's default CPU generator, one key per call.
     """
 
     def __init__(self, precision: LinearPrecision, engine: Engine) -> None:

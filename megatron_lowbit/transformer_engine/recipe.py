@@ -15,7 +15,7 @@ from megatron_lowbit.transformer_engine.quantizers import Factory
 def to_te_recipe(
     recipe: Recipe | LinearPrecision, capability: tuple[int, int] | None = None
 ) -> te_recipes.Recipe:
-    """Return transformer Engine's recipe for the linear layers that a recipe quantizes.
+    """Return Transformer Engine's recipe for the linear layers that a recipe quantizes.
 
     Its own where it has kernels for the formats on a GPU of this compute capability (by default the
     present one), else a CustomRecipe with this project's quantizers and GEMMs.
@@ -38,12 +38,12 @@ def build(native: Native) -> te_recipes.Recipe:
     arguments: dict[str, Any] = dict(native.arguments)
     if "fp8_format" in arguments:
         arguments["fp8_format"] = te_recipes.Format[arguments["fp8_format"]]
-    made = getattr(te_recipes, native.name)(**arguments)
+    recipe = getattr(te_recipes, native.name)(**arguments)
     if native.power_2_scale is not None:
         parameters = te_recipes.QParams(power_2_scale=native.power_2_scale)
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            setattr(made, name, parameters)
-    return made
+            setattr(recipe, name, parameters)
+    return recipe
 
 
 def _only_precision(recipe: Recipe) -> LinearPrecision:

@@ -74,7 +74,7 @@ def test_a_plan_serves_any_keys_and_amaxes():
     x = values(32, 64, torch.bfloat16)
     make = partial(Request, Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC), Hadamard(16, "fresh"))
     requests = [make(key, Draw(key + 1)) for key in (5, 7)]
-    assert requests[0].kind is requests[1].kind is make().kind
+    assert requests[0].keyless is requests[1].keyless is make().keyless
     for request, amax in ((0, None), (1, None), (1, 900.0), (0, None)):
         known = None if amax is None else torch.tensor(amax)
         given = (None if known is None else known.to(DEVICE), None)

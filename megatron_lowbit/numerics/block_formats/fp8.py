@@ -1,4 +1,4 @@
-"""FP8 with FP32 scales: one for a 1xT or TxT tile, T of 128, or one for the whole tensor.
+"""FP8 with FP32 scales: one per tile of 1xT or TxT, T of 128, or one per tensor.
 
 Source: DeepSeek-V3's tiles, in the operation order of Transformer Engine's blockwise and
 current-scaling quantizers. All scale arithmetic is FP32:
@@ -60,7 +60,7 @@ class FP8Tile(BlockFormat):
 
     @property
     def bits_per_element(self) -> float:
-        """Bits an element costs a tensor core; a tile's scale is stored once."""
+        """Bits per element that a tensor core reads; a tile's scale is stored once."""
         return self.element.bits + self.scale_bits / (self.block_rows * self.block)
 
     @property

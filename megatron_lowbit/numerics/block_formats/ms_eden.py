@@ -17,7 +17,7 @@ scale that carries it is drawn. The block of the tensor's amax has a scale of ab
 does not exceed E4M3. Sums are the 16 elements' in order, each product rounded before it is added. A
 NaN or an infinity anywhere makes all scales NaN.
 
-``arithmetic: torchao`` is that of torchao and of NVIDIA's kitchen, which have other bits:
+``arithmetic: torchao`` follows torchao and NVIDIA's kitchen, which have other bits:
 
     S  = min(1536 / amax_tensor, FLT_MAX);  D = 1 / S       S = 1 where amax_tensor is 0
     s  = e4m3((amax_block * (1/6)) * S)
@@ -80,7 +80,7 @@ TOP = 256.0 * 6.0
 class MSEden(BlockFormat):
     """Blocks of 1x16; ``scales`` are float8_e4m3fn (R, K/16); ``tensor_scale`` is D.
 
-    Stochastic rounding is that of the scales; nearest rounds the corrected scales to nearest.
+    Stochastic rounding applies to the scales; nearest rounds the corrected scales to nearest.
     """
 
     arithmetic: str = "quartet2"
@@ -134,8 +134,8 @@ def _torchao(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _fused_sum(a: Tensor, b: Tensor) -> Tensor:
     """Sum products along the last axis, one after another, by fused multiply-adds."""
     total = a[..., 0] * b[..., 0]
-    for one, other in zip(a[..., 1:].unbind(-1), b[..., 1:].unbind(-1), strict=True):
-        total = fused_multiply_add(one, other, total)
+    for left, right in zip(a[..., 1:].unbind(-1), b[..., 1:].unbind(-1), strict=True):
+        total = fused_multiply_add(left, right, total)
     return total
 
 

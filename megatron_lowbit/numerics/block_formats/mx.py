@@ -1,4 +1,4 @@
-"""MX formats: FP8, FP6 or FP4 elements, one E8M0 (power of two) scale a block of 32.
+"""MX formats: FP8, FP6 or FP4 elements, one E8M0 (power of two) scale per block of 32.
 
 Source: OCP Microscaling Formats (MX) v1.0, section 6.3; the rounding of the scale's exponent in the
 naming of torchao. Exponents come from the bits of FP32 numbers, never from a rounded logarithm:
@@ -72,7 +72,7 @@ def scale_bytes(
 class MX(BlockFormat):
     """Blocks of 1x32 or 32x32 elements; another ``block`` is for study ("MXNorm", section 4.2).
 
-    ``scales`` are E8M0 bytes, uint8 (R, K/32), those of 32x32 blocks repeated for each row;
+    ``scales`` are E8M0 bytes, uint8 (R, K/32), for 32x32 blocks repeated for each row;
     ``tensor_scale`` is 1, or 4/3 with ``three_quarters``.
     """
 

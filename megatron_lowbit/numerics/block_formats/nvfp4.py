@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 elements, one E4M3 scale a block of 16, one FP32 scale a tensor.
+"""NVFP4: E2M1 elements, one E4M3 scale per block of 16, one FP32 scale per tensor.
 
 Source: "Pretraining Large Language Models with NVFP4", appendix B, in the operation order of
 Transformer Engine's kernels. All scale arithmetic is FP32:
@@ -80,7 +80,7 @@ def foldable_scales(x: Tensor, up: bool) -> Tensor:
 class NVFP4(BlockFormat):
     """The block format, with blocks of 1x16 or 16x16 elements.
 
-    ``scales`` are float8_e4m3fn (R, K/16), those of 16x16 blocks repeated for each of the 16 rows,
+    ``scales`` are float8_e4m3fn (R, K/16), for 16x16 blocks repeated for each of the 16 rows,
     as tensor cores read them; ``tensor_scale`` is the decode scale 1 / S_enc.
     """
 

@@ -1,4 +1,4 @@
-"""NVFP4 with UE5M3 scales: E2M1 elements, one unsigned E5M3 scale a block of 16.
+"""NVFP4 with UE5M3 scales: E2M1 elements, one unsigned E5M3 scale per block of 16.
 
 Source: pull request 3325 of Transformer Engine (open when this was written), and AMD's ALTO. A byte
 has 5 exponent bits with bias 15, 3 mantissa bits and no sign: 0x00 to 0x07 are multiples of 2**-17,
@@ -68,7 +68,7 @@ def decode_ue5m3(scales: Tensor) -> Tensor:
 class UE5M3(BlockFormat):
     """Blocks of 1x16 or 16x16 elements; without a tensor scale ``tensor_scale`` is 1.
 
-    ``scales`` are UE5M3 bytes, uint8 (R, K/16), those of 16x16 blocks repeated for each row.
+    ``scales`` are UE5M3 bytes, uint8 (R, K/16), for 16x16 blocks repeated for each row.
     """
 
     tensor_scaled: bool = True  # type: ignore[misc]  # the other formats' is their class's
