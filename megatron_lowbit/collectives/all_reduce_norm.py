@@ -113,7 +113,7 @@ class AllReduceNorm:
         if gain is not None and isinstance(norm, MXNorm):
             raise ValueError("MXNorm takes no gain: it belongs into the next weight")
         if request is None and isinstance(norm, MXNorm):
-            raise ValueError("MXNorm needs a request: its blocks are those of a format")
+            raise ValueError("MXNorm needs a request, whose format gives the blocks")
         if self.buffer is None:
             computed = all_reduce_norm(self.group, x, residual, norm, gain, request)
             if not keep_normalized and request is not None:
@@ -294,7 +294,7 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor, QuantizedTensor | None]:
     """Normalize the sum of all ranks' x (..., K) and the residual by RMSNorm times gain (K,).
 
-    Gradients are those of an all-reduce, an addition and torch's RMSNorm one after another.
+    Gradients are as of an all-reduce, an addition and torch's RMSNorm one after another.
 
     Returns:
         The normalized rows (..., K), the sum (..., K), and the rows' codes (R, K) where a

@@ -9,7 +9,7 @@ and what is normalized.
     GATHERED    each rank sums up its share; the sums are gathered, normalized on arrival
 
 All give the same bits on all ranks: the same numbers are added in the same order everywhere. Where
-the new residual is wanted, gathering it alone moves less than gathering it and the codes.
+the new residual is wanted, gathering only it moves less than gathering it and the codes.
 
 What another rank needs is written into its memory, and a rank reads its own: a write across the
 link is sent and forgotten, where a read would be waited for.
@@ -34,7 +34,7 @@ def all_reduce_norm_kernel(
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Process x (R, C), contiguous, in groups of tiles of TM rows, one a rank but in ONE_STAGE.
+    """Process x (R, C), contiguous, in groups of tiles of TM rows: one per rank, in ONE_STAGE one.
 
     ``total`` is the sum with the residual, ``y`` that normalized, the rest as in ``finish_rows``;
     the gain is loaded once for all of a program's rows.

@@ -148,8 +148,8 @@ def scale_amaxes(
 ) -> Amaxes:
     """Return the amaxes of tensors and of rows that scales and folding are made from.
 
-    ``take`` takes those that are not ``known``, and the tensor's own for those of earlier steps,
-    which record it.
+    ``take`` takes amaxes that are not ``known``, and the tensor's own where amaxes of earlier steps
+    record it.
     """
     if known[0] is None and known[1] is None:
         return take(x, row, col)
@@ -169,7 +169,7 @@ def scale_amaxes(
 def amax_tile(row: AmaxSpec | None, col: AmaxSpec | None, height: int = 64) -> tuple[int, int]:
     """Return rows and columns of a tile that holds both sides' transforms.
 
-    ``height`` is that of a tile without long transforms.
+    ``height`` is the height of a tile without long transforms.
     """
     across, down = (
         1 if spec is None or spec.transform is None else spec.transform.size for spec in (row, col)

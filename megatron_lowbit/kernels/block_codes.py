@@ -244,7 +244,7 @@ def _rounded(x, drawn, i: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _over_rows(error, BELOW: tl.constexpr, ROWS: tl.constexpr, SELECTION: tl.constexpr):
-    """Reduce the errors of rows to those of their blocks, for each row.
+    """Reduce the errors of rows to errors of their blocks, for each row.
 
     Rows of a block are ``BELOW`` apart. Sums are of rows i and i + 8, then i and i + 4, and so on.
     """

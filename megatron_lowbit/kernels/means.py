@@ -71,7 +71,7 @@ def quantize_residuals(
 ) -> tuple[GpuOperand | None, GpuOperand | None]:
     """Quantize x and its transpose, or the residuals from means of rows, which operands then have.
 
-    The arguments are those of :meth:`Engine.quantize`, which is ``quantize``.
+    The arguments are as for :meth:`Engine.quantize`, which is ``quantize``.
     """
     operands = []
     for matrix, request, amax in zip((x, x.t()), (row, col), amaxes, strict=True):

@@ -50,8 +50,8 @@ class Matrices(NamedTuple):
 
     ``template`` is a tensor of their dtype, which keeps their memory. ``terms`` are their K.
     ``steps`` lead from row to row in elements, or from column to column unless ``by_rows``.
-    ``factors`` are the addresses of FP32 scalars, 0 for 1; ``scales`` those of FP8 tiles' FP32
-    scales, or None: of 1x128 tiles with rows fastest, of 128x128 tiles with columns fastest.
+    ``factors`` are the addresses of FP32 scalars, 0 for 1; ``scales`` the addresses of FP8
+    tiles' FP32 scales, or None: for 1x128 tiles with rows fastest, for 128x128 tiles with columns.
     ``aligned``: addresses and steps are multiples of 16 bytes. ``stack``: where they are parts of
     one matrix, ``template``.
     """
@@ -162,7 +162,7 @@ class OperandGroup(Sequence[Any]):
     """Similar operands in common memory.
 
     ``codes`` and ``scales`` (None where nothing is stored) hold one operand after another;
-    ``tensor_scales`` is FP32, with one for each at least. ``rows`` are those of the matrices. With
+    ``tensor_scales`` is FP32, with one for each at least. ``rows`` are the matrices' rows. With
     ``transposes`` it has the transposes of operands in square blocks, in the same memory.
     """
 

@@ -41,7 +41,7 @@ class QuantizeSpec(NamedTuple):
     ``scales`` is a function of ``scales.py``, or, where ``from_numbers``, of ``block_codes.py``.
     ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
     row from the row's amax in its place. ``lanes``: the neighbours that make a group, or 0 for a
-    tile as one tensor, and ``block_lanes`` those of a block that are quantized at once. ``values``:
+    tile as one tensor, and ``block_lanes`` the lanes of a block quantized at once. ``values``:
     write BF16 elements times block scales, in the matrix's own layout on both sides, in place of
     codes and scales. ``fold``: write codes of this element, folded with the factor ``fold_scale``
     (``numerics/folding.py``), and no block scales; ``bound`` times the amax is a number that no

@@ -39,7 +39,7 @@ def philox(key, quad, row, DRAW: tl.constexpr = 0):
 
 @triton.jit
 def random_tile(key, rows, groups, A: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
-    """Draw BITS bits an element, int32 [A, B], by numbers of rows [A] and of groups [B // 16]."""
+    """Draw BITS bits per element, int32 [A, B], by numbers of rows [A] and of groups [B // 16]."""
     BLOCKS: tl.constexpr = B * BITS // 128
     PER_GROUP: tl.constexpr = BITS // 8
     PER_WORD: tl.constexpr = 32 // BITS

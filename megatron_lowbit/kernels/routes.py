@@ -43,24 +43,24 @@ WIDEST_ROW = 2**15
 class Route:
     """A GEMM of quantized operands.
 
-    ``form`` is the form in which its operands are best written. ``adds``: it adds its product to a
-    sum itself.
+    ``form`` is the form in which its operands are best written. ``accumulates``: it adds
+    its product to a sum itself.
     """
 
     name: str
     accumulation: str
     form: Form = Form.CODES
-    adds: bool = False
+    accumulates: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}, {self.accumulation}"
 
 
 TILES = Route("FP8 tiles", "FP32, promoted every 128 products")
-TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", adds=True)
+TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", accumulates=True)
 ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted")
-FOLDED = Route("folded to FP8 tensors", TENSORS.accumulation, Form.FOLDED, adds=True)
-EXACT = Route("exact BF16", "FP32", Form.BF16, adds=True)
+FOLDED = Route("folded to FP8 tensors", TENSORS.accumulation, Form.FOLDED, accumulates=True)
+EXACT = Route("exact BF16", "FP32", Form.BF16, accumulates=True)
 DEQUANTIZED = Route("dequantized to FP32", "FP32")
 
 

@@ -94,8 +94,8 @@ _has_autocast = cache(torch.amp.is_autocast_available)
 def without_autocast(function: _Function) -> _Function:
     """Disable autocast in the ``forward`` or ``backward`` of an autograd function.
 
-    Autocast would round to 16 bits what a GEMM in FP32 multiplies. The device is that of the
-    first argument after the context.
+    Autocast would round to 16 bits what a GEMM in FP32 multiplies. The device is the
+    device of the first argument after the context.
     """
 
     @wraps(function)

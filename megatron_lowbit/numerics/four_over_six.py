@@ -10,8 +10,8 @@ quantizer. With M the largest block scale, the candidates of a block are, all in
 
 and the second is taken where its error is less, not where it is the same. The error is the sum of
 d**2 (``mse``), the sum of |d| (``mae``) or the largest |d| (``abs_max``). Sums run over the 16
-elements of a row in order; those of a 16x16 block's rows i and i + 8 are then added, i and i + 4,
-i and i + 2, and the last two. (Those of the transposed block have another order and may decide a
+elements of a row in order; sums of a 16x16 block's rows i and i + 8 are then added, i and i + 4,
+i and i + 2, and the last two. (Sums of the transposed block have another order and may decide a
 near tie otherwise. A weight's transpose takes the weight's codes.) Stochastic rounding takes random
 numbers of its own for each candidate: the choice then depends on them, which biases the result.
 """

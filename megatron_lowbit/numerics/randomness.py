@@ -138,7 +138,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The product wraps as int64; its 64 bits are those of the unsigned product all the same.
+        # The product wraps as int64; its 64 bits are still the bits of the unsigned product.
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((right >> 32) & _MASK) ^ c1 ^ k0,

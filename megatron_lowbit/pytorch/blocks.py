@@ -48,7 +48,7 @@ def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str
     paths = []
     for where in [lists] if isinstance(lists, str) else lists:
         try:
-            # named_children() would leave out a block that is in the list again.
+            # named_children() would omit a block that is in the list again.
             children = model.get_submodule(where)._modules.items()
         except AttributeError:
             raise UserError(f"blocks={where!r}: the model has no module of that path") from None

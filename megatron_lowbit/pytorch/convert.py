@@ -106,7 +106,7 @@ def _check_recipe(recipe: Recipe) -> None:
         for name, matcher in part.matchers.items():
             require(
                 not (isinstance(matcher, BlocksMatcher) and matcher.kinds),
-                f"recipe {part.name}: matcher {name} names kinds of blocks, which are those of "
+                f"recipe {part.name}: matcher {name} names kinds of blocks of "
                 "Megatron-LM; select the model's layers by a glob or regex of their paths",
             )
         for config, precision in part.configs.items():

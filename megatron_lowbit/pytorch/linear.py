@@ -22,7 +22,7 @@ EvalPrecision = Literal["bf16", "recipe"]
 class LowbitLinear(nn.Linear):
     """``nn.Linear`` whose three GEMMs run in a recipe's precision.
 
-    Parameters and state dict are those of ``nn.Linear``. Each call whose precision is stochastic
+    Parameters and state dict are as in ``nn.Linear``. Each call whose precision is stochastic
     draws its random key from torch's default CPU generator, as dropout does on a CPU. Ranks of
     ``torch.distributed`` draw different bits from equal states of their generators.
 
@@ -92,7 +92,7 @@ def check_precision(precision: LinearPrecision) -> None:
         precision.history_length == 0,
         "amax_history: delayed scaling keeps amaxes between steps, for which the state dict of "
         "nn.Linear has no place; formats that are scaled by the tensor itself are supported, such "
-        "as those of the recipes fp8-tensorwise, fp8-tile, mxfp8 and nvfp4",
+        "as in the recipes fp8-tensorwise, fp8-tile, mxfp8 and nvfp4",
     )
 
 

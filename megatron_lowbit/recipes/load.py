@@ -286,7 +286,7 @@ def _read(name_or_path: str) -> tuple[Any, str]:
     if entry.name == f"{_FAMILY}.yaml" and name_or_path in raw:
         return {"name": name_or_path} | raw[name_or_path], f"{name_or_path}.yaml"
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):
-        # Files of formats lie beside the recipe, wherever the run starts.
+        # Files of formats lie next to the recipe, wherever the run starts.
         folder = entry.parent.absolute()
         raw["formats"] = [str(folder / name) if isinstance(name, str) else name for name in names]
     return raw, entry.name
@@ -340,7 +340,7 @@ def _paths(raw: dict[str, Any], field: str) -> list[tuple[str, ...]]:
     """Return every path in the raw data that a field stands for."""
     path = tuple(field.split("."))
     if path[0] == "formats":
-        raise ValueError("formats are named in a recipe file alone")
+        raise ValueError("formats are named only in a recipe file")
     if path[0] in RecipeSpec.model_fields:
         return [path]
     if path[0] in raw["matchers"]:

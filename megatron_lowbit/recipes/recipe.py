@@ -31,7 +31,7 @@ Unit = Literal["iteration", "tokens", "fraction"]
 class Switch:
     """Change of precision during a run ("Pretraining LLMs with NVFP4", appendix D).
 
-    Once ``unit`` of the progress reaches ``at``, ``recipe`` takes over ``all`` GEMMs, or those of
+    Once ``unit`` of the progress reaches ``at``, ``recipe`` takes over ``all`` GEMMs, or GEMMs of
     the ``forward`` (fprop) or ``backward`` (dgrad, wgrad) pass.
     """
 
@@ -127,7 +127,7 @@ class Recipe:
     def phases(self) -> list[tuple[list[Switch], "Recipe"]]:
         """Return the recipes that a run may have in force, each with the switches behind it.
 
-        The first is that of the start. Switches of different units may come in any order, since
+        The first is in force at the start. Switches of different units may come in any order, since
         that depends on the run's length and batch size.
         """
         moments: list[list[Any]] = [
@@ -220,7 +220,7 @@ def norm_block(precision: LinearPrecision) -> int:
         )
     if precision.wgrad.uses_fprop:
         key = "axis fprop" if precision.wgrad.rhs_of_fprop else "requantize"
-        raise ValueError(f"wgrad's input has {key}: MXNorm's is quantized anew, along tokens")
+        raise ValueError(f"wgrad's input has {key}: MXNorm's is quantized separately, along tokens")
     if precision.fprop.hadamard is not None:
         raise ValueError("fprop has a hadamard: MXNorm needs the absmaxes of the input itself")
     return quantizer.format.block

@@ -125,7 +125,7 @@ class _RoleSettings(StrictModel):
 
 
 class GemmSpec(_RoleSettings):
-    """Settings of one GEMM that differ from those of its roles."""
+    """Settings of one GEMM that differ from its roles'."""
 
     hadamard: Annotated[Hadamard, fields_of(Hadamard), BeforeValidator(_signs)] | None = None
     accumulation: AccumulationField | None = None
@@ -253,7 +253,7 @@ _READERS = {
 
 
 def _leaves(settings: dict[str, Any], path: Path = ()) -> Iterator[Path]:
-    """Yield the paths of a config's fields: those of roles and of GEMMs each, others as a whole."""
+    """Yield the paths of a config's fields: one by one in roles and GEMMs, others as a whole."""
     for key, value in settings.items():
         is_section = key in GEMM_ROLES or key in _RoleSettings.model_fields
         if is_section and isinstance(value, dict):

@@ -182,7 +182,7 @@ def _mean_bits(recipe: Recipe, layers: Sequence[Layer]) -> str:
     for gemm in GEMM_ROLES:
         bits = [b for layer in layers for b in _bits(recipe.precision_for(layer).gemms[gemm])]
         means.append(f"{gemm} {sum(bits) / len(bits):.3g}")
-    return f"mean bits an element: {', '.join(means)}"
+    return f"mean bits per element: {', '.join(means)}"
 
 
 def _groups(

@@ -1,6 +1,6 @@
 """Choice of Transformer Engine's own recipe for a precision, and its settings.
 
-Data only: nothing here needs Transformer Engine. Names and meanings are those of version 2.20.
+Data only: nothing here needs Transformer Engine. Names and meanings are as in version 2.20.
 """
 
 from collections.abc import Callable
@@ -176,7 +176,7 @@ def _tensors(read: _Reader) -> Native:
 def _delayed(read: _Reader, fp8_format: str, power_2: bool) -> Native:
     read.name = "DelayedScaling"
     delayed = {gemm.delayed for gemm in read.gemms}
-    read.refuse(len(delayed) > 1, "amax_history of one GEMM alone, or of each its own")
+    read.refuse(len(delayed) > 1, "amax_history of only one GEMM, or of each its own")
     history = delayed.pop()
     read.refuse(power_2, "scale_format: pow2")
     read.refuse(history.algorithm != "max", f"amax_history algorithm: {history.algorithm}")

@@ -250,7 +250,7 @@ def test_gemms_that_add_to_the_main_gradient_are_the_engines():
     adding = {"bf16": routes.EXACT, "fp8 per tensor": routes.FOLDED, "fp8 per row": routes.ROWS,
               "fp8 1x128 . 128x128": routes.TILES, "fp32": routes.DEQUANTIZED}  # fmt: skip
     for name, route in adding.items():
-        assert (name in ADDS_PRODUCTS) == route.adds
+        assert (name in ADDS_PRODUCTS) == route.accumulates
 
 
 def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():

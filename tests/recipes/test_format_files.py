@@ -142,7 +142,7 @@ def test_a_recipe_without_formats_runs_nothing(trap):
 
 def test_an_override_adds_no_file(trap):
     _, trace = trap
-    with pytest.raises(UserError, match="formats are named in a recipe file alone"):
+    with pytest.raises(UserError, match="formats are named only in a recipe file"):
         load_recipe("nvfp4", [f"formats=[{trace.parent / 'own4.py'}]"])
     assert not trace.exists()
 

@@ -123,7 +123,7 @@ def test_a_hybrid_and_means(flag, capsys):
     lines = shown("show", "mxfp4", flag, "M-M*", capsys=capsys)
     assert lines[0] == ["recipe mxfp4: 4 of 8 linear layers quantized"]
     assert lines[1] == ["blocks", "linear layers", "matcher", "GEMM", "operand", "format", "bits"]
-    assert lines[-1] == ["mean bits an element: fprop 10.1, dgrad 10.1, wgrad 10.1"]
+    assert lines[-1] == ["mean bits per element: fprop 10.1, dgrad 10.1, wgrad 10.1"]
     assert ["0", "mixer.in_proj, mixer.out_proj", "bf16_blocks", *HIGH[0]] in lines
     row = ["1", "mlp.linear_fc1, mlp.linear_fc2", "linears", "fprop", "input"]
     assert [*row, "mxfp4 rceil", "4.25"] in lines

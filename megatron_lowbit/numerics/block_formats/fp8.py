@@ -39,7 +39,7 @@ def _encode_scale(amax: Tensor, element: ElementFormat, scale_format: str) -> Te
     scale = torch.where(amax == 0, 1.0, scale)
     if scale_format == "pow2":
         scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    return torch.where(amax.isnan(), amax, scale)  # its exponent bits alone are infinity's
+    return torch.where(amax.isnan(), amax, scale)  # without its mantissa it would be infinity
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ _EPSILON = 2.0**-7
 def _round_to_bf16(x: Tensor) -> Tensor:
     """Round FP32 magnitudes to BF16's nearest-even, and keep them in FP32.
 
-    By integers: torch.compile may leave out a cast to BF16 and back.
+    By integers: torch.compile may omit a cast to BF16 and back.
     """
     bits = x.view(torch.int32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)

@@ -103,7 +103,7 @@ class NVFP4(BlockFormat):
 
     def __post_init__(self) -> None:
         if self.folds and len(self.options) > 1:
-            raise ValueError(f"block_scales: {self.block_scales} takes no other option beside it")
+            raise ValueError(f"block_scales: {self.block_scales} takes no other option")
 
     def __str__(self) -> str:
         # Tables have room for 28 characters.

@@ -8,7 +8,7 @@ four-over-six (``four_over_six.py``) with other divisions and roundings. All ari
     t     = x / (s_k * D);  q = e2m1(clamp(t, -6, 6))              halves away from zero
     x_hat = q * (s_k * D)
 
-A block takes the scale of k = 6 where the sum of its squared errors is at most that of k = 4. Sums
+A block takes the scale of k = 6 where the sum of its squared errors is at most that for k = 4. Sums
 are the 16 elements' in order. A NaN or an infinity anywhere makes all scales NaN.
 """
 
