@@ -4,6 +4,8 @@ Each function returns the product (M, N) in a dtype, BF16 or FP32; or writes it 
 dtype, or adds it there.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.nn.functional import ScalingType
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.engine import Into, accumulate_into
-from megatron_lowbit.kernels.means import add_means, without_mean
+from megatron_lowbit.kernels.means import add_means
 from megatron_lowbit.kernels.operands import ExactBF16, GpuOperand, Transposed, exact_values, fold
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -53,7 +55,8 @@ def exact_product(
     """
     left, right = _as_exact(lhs), _as_exact(rhs)
     if left.mean is not None or right.mean is not None:
-        y = exact_product(without_mean(left), without_mean(right), torch.float32)
+        left_values, right_values = replace(left, mean=None), replace(right, mean=None)
+        y = exact_product(left_values, right_values, torch.float32)
         y = add_means(y, left, right)
         return y if into is None else accumulate_into(*into, y)
     factor = left.tensor_scale if right.tensor_scale is None else right.tensor_scale

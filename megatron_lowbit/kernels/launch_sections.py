@@ -42,7 +42,9 @@ def takes_sections(xs: SeparateMatrices, rows: Requests | None, cols: Requests |
         and xs.template.shape[1] > 0
         and xs.aligned
         and bool(requests)
-        and all(_takes(request.keyless) and _counts_from_zero(request) for request in requests)
+        and all(_takes(request.keyless) for request in requests)
+        # Rows and columns are counted from zero.
+        and all(r.draw is None or r.draw.rows is r.draw.groups is None for r in requests)
     )
 
 
@@ -55,11 +57,6 @@ def _takes(request: Request) -> bool:
         and not quantizer.format.row_scaled
         and (hadamard is None or hadamard.size <= MAX_LANES.value)
     )
-
-
-def _counts_from_zero(request: Request) -> bool:
-    draw = request.draw
-    return draw is None or (draw.rows is None and draw.groups is None)
 
 
 def quantize_sections(

@@ -104,11 +104,6 @@ def with_means(
     return left, right
 
 
-def without_mean(operand: ExactBF16) -> ExactBF16:
-    """Return the operand without its mean."""
-    return ExactBF16(operand.values, operand.tensor_scale)
-
-
 def add_means(product: Tensor, left: ExactBF16, right: ExactBF16) -> Tensor:
     """Add what means contribute to the product (M, N) of two operands' numbers; return it."""
     if left.mean is not None:

@@ -185,6 +185,7 @@ _LEAST = 2.0**-149
 
 def encode_scale(amax: Tensor, top: float) -> Tensor:
     """Return min(top / amax, FLT_MAX), which brings a tensor's amax to ``top``; 1 for zeros."""
+    # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
     scale = (torch.full_like(amax, top) / amax).clamp(max=_FLT_MAX)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 

@@ -24,19 +24,17 @@ from megatron_lowbit.numerics.block_format import (
     Encoded,
     block_amax,
     blocks,
+    encode_scale,
     finite_amax,
 )
 from megatron_lowbit.numerics.formats import E4M3, E5M2, ElementFormat, decode, encode
 
 TILE = 128
-_FLT_MAX = torch.finfo(torch.float32).max
 _EXPONENT_BITS = 0x7F800000
 
 
 def _encode_scale(amax: Tensor, element: ElementFormat, scale_format: str) -> Tensor:
-    # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
-    scale = (torch.full_like(amax, element.max) / amax).clamp(max=_FLT_MAX)
-    scale = torch.where(amax == 0, 1.0, scale)
+    scale = encode_scale(amax, element.max)
     if scale_format == "pow2":
         scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return torch.where(amax.isnan(), amax, scale)  # without its mantissa it would be infinity
