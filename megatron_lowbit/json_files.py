@@ -94,12 +94,12 @@ class Entries:
         return iter(self._content)
 
     def integer(
-        self, key: str, default: int | None = None, least: int = 1, most: int = _INT32
+        self, key: str, default: int | None = None, minimum: int = 1, maximum: int = _INT32
     ) -> int:
         """Return an integer in a range."""
         value = self._value(key, default)
-        if type(value) is not int or not least <= value <= most:
-            raise self._error(key, value, f"an integer from {least} to {most}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self._error(key, value, f"an integer from {minimum} to {maximum}")
         return value
 
     def number(self, key: str, default: float | None = None, above: float = -math.inf) -> float:

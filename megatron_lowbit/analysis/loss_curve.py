@@ -45,7 +45,7 @@ def read_losses(path: Path) -> LossCurve:
         for loss, prefix in (("lm_loss", ""), ("validation_loss", "validation_")):
             if loss in record:
                 columns[f"{prefix}losses"].append(entries.number(loss, np.nan))
-                columns[f"{prefix}iterations"].append(entries.integer("iteration", least=0))
+                columns[f"{prefix}iterations"].append(entries.integer("iteration", minimum=0))
         if "lm_loss" in record:
             columns["tokens"].append(entries.number("consumed_tokens", np.nan) or np.nan)
             columns["speeds"].append(entries.number("tokens_per_second", np.nan) or np.nan)
@@ -130,6 +130,6 @@ def _window(values: np.ndarray) -> int:
 
 def colors(number: int) -> list[Any]:
     """Return ``number`` distinguishable colors, as RGBA arrays."""
-    few = number <= 10
-    positions = np.arange(number) if few else np.linspace(0, 1, number)
-    return list(matplotlib.colormaps["tab10" if few else "turbo"](positions))
+    fits_tab10 = number <= 10
+    positions = np.arange(number) if fits_tab10 else np.linspace(0, 1, number)
+    return list(matplotlib.colormaps["tab10" if fits_tab10 else "turbo"](positions))

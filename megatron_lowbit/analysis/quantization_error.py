@@ -65,7 +65,7 @@ def _measured(context: LinearContext, gemm: Gemm, role: Role, x: Tensor) -> tupl
     Values of another GEMM's operand are measured along the axis of that GEMM.
     """
     source, origin = context.plan()[gemm, role].source, gemm
-    if source is Source.VALUES:
+    if source is Source.DEQUANTIZED:
         x, origin = x.t(), Gemm.DGRAD if role == Role.GRAD else Gemm.FPROP
     if source is Source.REQUANTIZED:
         forward, _ = context.quantize(x.t(), role, Gemm.FPROP, None, needs_codes=True)
@@ -74,7 +74,7 @@ def _measured(context: LinearContext, gemm: Gemm, role: Role, x: Tensor) -> tupl
         quantized, _ = context.quantize(x, role, origin, None, needs_codes=True)
     quantized, request = without_source(quantized), context.request(origin, role, len(x))
     # The context transposes fprop's operands itself.
-    transposes = source is Source.VALUES and origin == Gemm.DGRAD
+    transposes = source is Source.DEQUANTIZED and origin == Gemm.DGRAD
     operand = quantized.dequantize().t() if transposes else quantized
     return operand, {} if request is None else operand_sums(x, quantized, request)
 

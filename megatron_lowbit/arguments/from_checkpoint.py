@@ -25,7 +25,7 @@ _READ = (COMMON, "args", "iteration", "checkpoint_version")
 
 @cache
 def guard_checkpoint_arguments() -> None:
-    """Check what this process takes over from checkpoints while it parses arguments.
+    """Check the arguments that this process takes from checkpoints while it parses.
 
     Readers of sharded checkpoints run no code from now on, and what Megatron-LM prints of a
     checkpoint is escaped.

@@ -194,7 +194,7 @@ def _pattern(
 def _check_numbers(model: dict[str, Any]) -> None:
     """Raise UserError where one is of another type, or too large for a model."""
     entries = Entries(model, _PLACE)
-    layers = entries.integer("num_layers", most=MOST_LAYERS)
+    layers = entries.integer("num_layers", maximum=MOST_LAYERS)
     for name in filter(model.__contains__, _SIZES):
         entries.integer(name)
     for name in filter(model.__contains__, _POSITIVE):
@@ -202,11 +202,11 @@ def _check_numbers(model: dict[str, Any]) -> None:
     for name in filter(model.__contains__, _FINITE):
         entries.number(name)
     if "num_experts" in model:
-        entries.integer("num_experts", most=MOST_EXPERTS // layers)
+        entries.integer("num_experts", maximum=MOST_EXPERTS // layers)
     if "multi_latent_attention" in model:
         entries.string("rope_type")
     if "mamba_num_heads" in model:
-        entries.integer("mamba_num_heads", 0, least=0)
+        entries.integer("mamba_num_heads", 0, minimum=0)
     if "window_size" in model:
         window = model["window_size"]
         is_pair = isinstance(window, tuple) and [type(tokens) for tokens in window] == [int, int]

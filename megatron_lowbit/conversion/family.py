@@ -42,7 +42,7 @@ def untied(default: bool) -> Entry:
 
 def number_of_layers(entries: Entries) -> int:
     """Return the number of a model's layers."""
-    return entries.integer("num_hidden_layers", most=MOST_LAYERS)
+    return entries.integer("num_hidden_layers", maximum=MOST_LAYERS)
 
 
 def query_groups(entries: Entries) -> int:
@@ -58,8 +58,10 @@ def experts(key: str, other_key: str = "") -> Entry:
     """Return an entry that is the number of a layer's experts, under either key."""
 
     def read(entries: Entries) -> int:
-        default = entries.integer(other_key, 0, least=0) if other_key else 0
-        return entries.integer(key, default or None, most=MOST_EXPERTS // number_of_layers(entries))
+        default = entries.integer(other_key, 0, minimum=0) if other_key else 0
+        return entries.integer(
+            key, default or None, maximum=MOST_EXPERTS // number_of_layers(entries)
+        )
 
     return Entry(key, read)
 
@@ -67,7 +69,7 @@ def experts(key: str, other_key: str = "") -> Entry:
 def experts_of_a_token(experts: Entry) -> Entry:
     """Return the entry that is the number of experts that each token goes to."""
     key = "num_experts_per_tok"
-    return Entry(key, lambda entries: entries.integer(key, most=experts.read(entries)))
+    return Entry(key, lambda entries: entries.integer(key, maximum=experts.read(entries)))
 
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"
@@ -159,7 +161,7 @@ class Family:
         model = {name: entry.read(entries) for name, entry in self.entries.items()}
         model = {**self._usual(model), **model, **self.more_arguments(entries)}
         # DeepSeek's files have layers for multi-token prediction behind the others.
-        more = entries.integer("num_nextn_predict_layers", 0, least=0, most=MOST_LAYERS)
+        more = entries.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MOST_LAYERS)
         first = model["num_layers"]
         ignored = tuple(f"{self.prefix}.{layer}." for layer in range(first, first + more))
         return ConvertibleModel(self.name, model, self.rules(model), ignored)

@@ -314,12 +314,12 @@ def _tokens(document: Entries, size: int) -> tuple[list[str], list[int]]:
     types = [int(TokenType.UNUSED)] * size
     vocabulary = document.inner("model").inner("vocab")
     entries = [
-        (text, vocabulary.integer(text, least=0, most=size - 1), TokenType.NORMAL)
+        (text, vocabulary.integer(text, minimum=0, maximum=size - 1), TokenType.NORMAL)
         for text in vocabulary
     ]
     for added in document.objects("added_tokens"):
         type = TokenType.CONTROL if added.boolean("special") else TokenType.USER_DEFINED
-        number = added.integer("id", least=0, most=size - 1)
+        number = added.integer("id", minimum=0, maximum=size - 1)
         entries.append((added.string("content"), number, type))
     for text, number, type in entries:
         tokens[number], types[number] = text, int(type)

@@ -230,4 +230,4 @@ def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) ->
         f"{made_size} ids, but --tokenizer-model has {str(sha256)[:12]} and {vocab_size} ids; "
         f"give that one or {_AGAIN}",
     )
-    return entries.integer("largest_id", 0, least=0)
+    return entries.integer("largest_id", 0, minimum=0)

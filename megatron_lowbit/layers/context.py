@@ -233,7 +233,7 @@ class LinearContext:
         left, right = without_source(lhs), without_source(rhs)
         if isinstance(right, LazyTranspose):
             right = engine.transposed(right.of)
-        if self.plan()[name, GEMM_ROLES[name][1]].source is Source.VALUES:
+        if self.plan()[name, GEMM_ROLES[name][1]].source is Source.DEQUANTIZED:
             right = engine.transpose(right, left)
         if out is not None and precision.accumulation is None and precision.fallback is None:
             into = out, beta

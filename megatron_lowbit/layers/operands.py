@@ -169,9 +169,9 @@ def quantize_dgrad_weight(context: LinearContext, weight: Tensor, saved: Any = N
         # Codes may have taken the memory of a weight that no fallback needs.
         return WithSource(saved, weight.t()) if context.precision.dgrad.fallback else saved
     source = context.plan()[Gemm.DGRAD, Role.WEIGHT].source
-    if source in (Source.VALUES, Source.REQUANTIZED):
+    if source in (Source.DEQUANTIZED, Source.REQUANTIZED):
         by_row, _ = context.quantize(weight, Role.WEIGHT, Gemm.FPROP, None, needs_codes=True)
-        return by_row if source is Source.VALUES else requantized(context, Role.WEIGHT, by_row)
+        return by_row if source is Source.DEQUANTIZED else requantized(context, Role.WEIGHT, by_row)
     return context.quantize(weight, Role.WEIGHT, None, Gemm.DGRAD)[1]
 
 
@@ -180,7 +180,7 @@ def quantize_grad(
 ) -> tuple[Any, Any]:
     """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
     row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
-    if needs_wgrad and context.plan()[Gemm.WGRAD, Role.GRAD].source is Source.VALUES:
+    if needs_wgrad and context.plan()[Gemm.WGRAD, Role.GRAD].source is Source.DEQUANTIZED:
         by_row, _ = context.quantize(grad, Role.GRAD, Gemm.DGRAD, None)
         codes = without_source(by_row)
         return by_row, context.engine.transpose(codes, codes)

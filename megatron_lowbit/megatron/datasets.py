@@ -188,14 +188,16 @@ def _check_parts(
             blend, bounds, argument = config.blend, parts[number], "--data-path"
         else:
             blend, bounds, argument = parts[number], (0.0, 1.0), _per_split_argument(args, number)
-        for prefix, samples in zip(blend[0], _shares(blend, num_samples[number]), strict=True):
+        for prefix, samples in zip(
+            blend[0], _samples_of_each(blend, num_samples[number]), strict=True
+        ):
             if args.sft:
                 config.files[prefix].check_part(name, bounds, argument)
                 continue
             check_part(prefix, name, bounds, args.seq_length, args.split, argument, samples)
 
 
-def _shares(blend: _Blend, samples: int | None) -> list[float]:
+def _samples_of_each(blend: _Blend, samples: int | None) -> list[float]:
     """Return the number of samples from each dataset of a blend; 0 for one that is read once."""
     prefixes, weights = blend
     if samples is None or (weights is None and len(prefixes) > 1):

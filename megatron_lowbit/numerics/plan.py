@@ -25,7 +25,7 @@ class Source(StrEnum):
     """The input, weight or gradient, along the axis that the GEMM contracts."""
     TRANSPOSE = "transpose"
     """Fprop's weight in square blocks: dgrad's has the same bits."""
-    VALUES = "values"
+    DEQUANTIZED = "dequantized"
     """The values of fprop's operand, or of dgrad's gradient, along that one's axis."""
     REQUANTIZED = "requantized"
     """The values of fprop's operand in BF16, quantized again."""
@@ -90,7 +90,7 @@ def make_plan(
     fprop_weight, dgrad_weight = _weights(precision, training)
     of_dgrad = wgrad.lhs_of_dgrad
     dgrad_grad = OperandPlan(dgrad.lhs, moment=Moment.BACKWARD, codes=of_dgrad)
-    grad_source = Source.VALUES if of_dgrad else Source.TENSOR
+    grad_source = Source.DEQUANTIZED if of_dgrad else Source.TENSOR
     return {
         (Gemm.FPROP, Role.INPUT): fprop_input,
         (Gemm.FPROP, Role.WEIGHT): fprop_weight,
@@ -111,7 +111,7 @@ def _inputs(
     saved, moment = Saved.TENSOR, Moment.BACKWARD
     if not saves_input and reuses and (gathers or not split):
         saved = Saved.FPROP
-        moment = Moment.FORWARD if source is Source.VALUES else moment
+        moment = Moment.FORWARD if source is Source.DEQUANTIZED else moment
     elif not (saves_input or reuses or wgrad.rhs is None or wgrad.fallback) and (
         not split or _gathers_codes(precision, Gemm.WGRAD, split_tokens)
     ):
@@ -137,7 +137,7 @@ def _weights(precision: "LinearPrecision", training: bool) -> tuple[OperandPlan,
     in_forward = Moment.STEP if cached else Moment.FORWARD
     source = Source.TRANSPOSE if serves else _source(dgrad.rhs_of_fprop, dgrad.requantizes_rhs)
     saved, moment = Saved.TENSOR, Moment.BACKWARD
-    if source is Source.VALUES:
+    if source is Source.DEQUANTIZED:
         saved, moment = Saved.FPROP, in_forward
     elif serves or (cached and source is Source.TENSOR and dgrad.rhs is not None):
         saved, moment = Saved.OPERAND, in_forward
@@ -150,7 +150,7 @@ def _weights(precision: "LinearPrecision", training: bool) -> tuple[OperandPlan,
 
 
 def _source(values: bool, requantized: bool) -> Source:
-    return Source.VALUES if values else Source.REQUANTIZED if requantized else Source.TENSOR
+    return Source.DEQUANTIZED if values else Source.REQUANTIZED if requantized else Source.TENSOR
 
 
 def _gathers_codes(precision: "LinearPrecision", gemm: Gemm, tokens: int) -> bool:

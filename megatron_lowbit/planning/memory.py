@@ -185,7 +185,9 @@ def quantized_weight_bytes(
     source = weights[1].source
     if weights[0].moment is not Moment.STEP:
         return 0.0, dgrad if source is Source.TRANSPOSE else 0.0
-    is_shared = source is Source.VALUES or (source is Source.TRANSPOSE and (is_exact or stored))
+    is_shared = source is Source.DEQUANTIZED or (
+        source is Source.TRANSPOSE and (is_exact or stored)
+    )
     return fprop if is_shared else fprop + dgrad, 0.0
 
 

@@ -161,7 +161,7 @@ def read_document(path: Path) -> dict[str, Any]:
     require(path.is_dir(), f"{path}: missing")
     require(file.is_file(), f"{file}: missing")
     document = read_object(file)
-    version = Entries(document, str(file)).integer("format_version", least=0)
+    version = Entries(document, str(file)).integer("format_version", minimum=0)
     require(
         version == FORMAT_VERSION,
         f"{file}: format_version {version}, but this version of megatron-lowbit reads "
@@ -172,7 +172,7 @@ def read_document(path: Path) -> dict[str, Any]:
     require(is_as_saved, f"{file}: its content differs from what was saved")
     for name, entry in as_object(document.get("files"), f"{file}: files").items():
         recorded = Entries(entry, f"{file}: files: {name}")
-        recorded.integer("bytes", least=0, most=sys.maxsize)
+        recorded.integer("bytes", minimum=0, maximum=sys.maxsize)
         recorded.string("blake2b")
         require(is_inside(name), f"{file}: files: {name}: not the name of a file in this folder")
     return document

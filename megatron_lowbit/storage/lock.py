@@ -149,7 +149,7 @@ def _parse(content: bytes) -> dict[str, Any]:
             "host": entries.string("host"),
             "process": entries.integer("process"),
             "slurm_job": entries.string("slurm_job", default=""),
-            "slurm_restarts": entries.integer("slurm_restarts", least=0),
+            "slurm_restarts": entries.integer("slurm_restarts", minimum=0),
         }
     except UserError:
         return {}

@@ -125,13 +125,13 @@ class _StudyState:
     def advance(self) -> bool:
         """Start runs on free GPUs, wait, and finish ended runs; return False at the end."""
         done = {job.folder for job in self.finished}
-        ready = [job for job in self.left if not job.start or job.start.folder in done]
+        startable = [job for job in self.left if not job.start or job.start.folder in done]
         has_time = time.monotonic() + self._longest < self._deadline
-        for job in ready[: len(self.free)] if has_time else ():
+        for job in startable[: len(self.free)] if has_time else ():
             self.left.remove(job)
             self.running.append(_start(job, self.free.pop(0), self._progress))
         if not self.running:
-            if not ready:
+            if not startable:
                 starts = ((job.folder, job.start) for job in self.left if job.start)
                 self.causes |= {folder: f"{start.folder} failed" for folder, start in starts}
             return False

@@ -115,7 +115,7 @@ class LowbitTensor(QuantizedTensorStorage):
         return shape[args[0]] if args else shape
 
     def get_usages(self) -> dict[str, bool]:
-        """Return which of the two operands are there."""
+        """Return the presence of each of the two operands."""
         return {"rowwise": self.row is not None, "columnwise": self.col is not None}
 
     def update_usage(
@@ -199,7 +199,9 @@ class LowbitQuantizer(IdentityQuantizer):
         source = context.plan()[Gemm.WGRAD, Role.INPUT].source
         if columns and source is not Source.TENSOR:
             by_row, _ = context.quantize(x, Role.INPUT, Gemm.FPROP, None, needs_codes=True)
-            kept = by_row if source is Source.VALUES else requantized(context, Role.INPUT, by_row)
+            kept = (
+                by_row if source is Source.DEQUANTIZED else requantized(context, Role.INPUT, by_row)
+            )
             return by_row if rows else None, kept, context
         row, col = Gemm.FPROP if rows else None, Gemm.WGRAD if columns else None
         by_row, by_col = context.quantize(x, Role.INPUT, row, col)

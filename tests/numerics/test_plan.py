@@ -30,7 +30,7 @@ def test_the_six_operands():
         ([], (Source.TRANSPOSE, STEP, OPERAND), (Source.TENSOR, FORWARD, OPERAND)),
         (ROWS, (Source.TENSOR, STEP, OPERAND), (Source.TENSOR, FORWARD, OPERAND)),
         (DRAWN, (Source.TENSOR, BACKWARD, TENSOR), (Source.TENSOR, FORWARD, OPERAND)),
-        (OF_FPROP, (Source.VALUES, STEP, FPROP), (Source.VALUES, FORWARD, FPROP)),
+        (OF_FPROP, (Source.DEQUANTIZED, STEP, FPROP), (Source.DEQUANTIZED, FORWARD, FPROP)),
         (REQUANTIZED, (AGAIN, BACKWARD, TENSOR), (AGAIN, BACKWARD, FPROP)),
         (["fallback=bf16"], (Source.TRANSPOSE, STEP, OPERAND), (Source.TENSOR, BACKWARD, TENSOR)),
     ],

@@ -53,7 +53,7 @@ _OF_A_TOKEN = experts_of_a_token(_COUNT)
 
 
 def _query_rank(entries: Entries) -> int:
-    rank = entries.integer("q_lora_rank", 0, least=0)
+    rank = entries.integer("q_lora_rank", 0, minimum=0)
     require(rank > 0, f"{CONFIG}: q_lora_rank {rank or None}: {_NO_QUERY_RANK}")
     return rank
 
@@ -68,7 +68,7 @@ def _more_arguments(entries: Entries) -> dict[str, Any]:
         "experts if these are several",
     )
     layers = number_of_layers(entries)
-    dense = entries.integer("first_k_dense_replace", 3, least=0, most=layers)
+    dense = entries.integer("first_k_dense_replace", 3, minimum=0, maximum=layers)
     return {
         "num_query_groups": heads,
         "kv_channels": entries.integer("v_head_dim", 128),  # Latent attention does not use it.
@@ -111,7 +111,7 @@ def _groups(entries: Entries) -> int:
 
 def _groups_of_a_token(entries: Entries) -> int:
     groups, of_a_token = _groups(entries), _OF_A_TOKEN.read(entries)
-    chosen = entries.integer("topk_group", 4, most=groups)
+    chosen = entries.integer("topk_group", 4, maximum=groups)
     room = chosen * (_COUNT.read(entries) // groups)
     require(
         of_a_token <= room,

@@ -278,7 +278,7 @@ GPT2 = Family(
             "activation_function", _is_tanh_gelu, lambda tanh: _TANH_GELU[0] if tanh else _GELU
         ),
         "hidden_size": integer("n_embd"),
-        "num_layers": integer("n_layer", most=MOST_LAYERS),
+        "num_layers": integer("n_layer", maximum=MOST_LAYERS),
         "ffn_hidden_size": Entry(
             "n_inner", lambda entries: entries.integer("n_inner", 4 * entries.integer("n_embd"))
         ),

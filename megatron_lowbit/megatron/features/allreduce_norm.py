@@ -141,7 +141,7 @@ class FusedAllReduceNorm(Feature):
         return self._additions[-1]
 
     def describe(self) -> Iterator[str]:
-        """Yield how many fused operations this rank's forward pass runs, and how."""
+        """Yield the number and the path of the fused operations in this rank's forward pass."""
         casts = 0  # additions after which the next linear layer uses the codes in training
         for addition in self._additions:
             gain = addition.norm.weight

@@ -159,6 +159,6 @@ def _iteration_of(line: bytes) -> float:
     if not line.endswith(b"\n"):
         return math.inf
     try:
-        return Entries(parse_json(line, METRICS_FILE), METRICS_FILE).integer("iteration", least=0)
+        return Entries(parse_json(line, METRICS_FILE), METRICS_FILE).integer("iteration", minimum=0)
     except UserError:
         return math.inf
