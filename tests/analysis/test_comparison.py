@@ -21,6 +21,7 @@ from megatron_lowbit.analysis.comparison import (
 from megatron_lowbit.analysis.comparison_page import picture
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.study.command import main
+from tests.marks import others_slow
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_the_gap_that_so_many_seeds_show(write_run, capsys):
     assert f"by seeds: {100 * visible_gap(other.gap_error, 4, 4):.2g}% with 4, " in shown
 
 
-@pytest.mark.parametrize("seeds", [4, 8])
+@pytest.mark.parametrize("seeds", others_slow([4, 8], [4]))
 def test_studies_of_noisy_runs_show_that_gap(seeds):
     """From losses on: six names, seeds that differ by more than their runs, noise as estimated."""
     generator, noise, count = np.random.default_rng(1), 0.005, 4000

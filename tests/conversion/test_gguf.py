@@ -16,6 +16,7 @@ from megatron_lowbit.conversion.layouts.layout import decode_blocks
 from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import UserError
+from tests.marks import others_slow
 
 gguf = pytest.importorskip("gguf")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fine_tune_and_serve.py"
@@ -189,7 +190,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", others_slow(MODELS, ("NVFP4", "INT4")))
 def test_llama_cpp_computes_with_these_weights(case, tmp_path):
     """Its logits are those of the weights and of inputs in Q8_0, but for FP32's order of sums.
 

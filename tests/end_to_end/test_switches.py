@@ -104,7 +104,7 @@ def test_computes_what_it_switched_to(train, case):
 AROUND = [
     pytest.param(case, AFTER, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES
 ] + [
-    pytest.param(case, iteration, marks=[pytest.mark.slow] * (case == "all"))
+    pytest.param(case, iteration, marks=[pytest.mark.slow] * (case != "to delayed scaling"))
     for case in ("all", "to delayed scaling", "from delayed scaling")
     for iteration in (AFTER - 1, AFTER + 1)
 ]

@@ -27,6 +27,7 @@ CASES = {  # formats and options of both operands; True for gradients of weights
     "bf16": (None, None, True, False),
     "bf16 by fp4": (None, ("nvfp4", {}), False, True),
 }
+QUICK = ("nvfp4, along tokens", "fp8 gradients", "fp8 tiles", "fp8 tensors", "bf16")
 # Triton's interpreter cuts BF16 off.
 BF16_ERROR = 2.0**-8 if DEVICE == "cuda" else 2.0**-7
 
@@ -91,7 +92,7 @@ def results_of(case: str, together: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("many_terms", "not_a_number_in_free_memory")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", others_slow(CASES, QUICK))
 def test_products(case, together=False):
     *_, beta = CASES[case]
     engine = FusedEngine((9, 0))

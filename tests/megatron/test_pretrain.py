@@ -71,7 +71,7 @@ def train_with_infinity(line: str, backward: bool) -> None:
         train(f"--rerun-mode disabled {line}", spoil)
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", others_slow([False, True], [True]))
 def test_a_run_with_values_that_are_not_finite_ends(backward):
     """Amax histories do not hide it; runs of NVFP4 are below."""
     train_with_infinity("--precision-recipe fp8-delayed", backward)

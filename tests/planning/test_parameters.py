@@ -25,14 +25,17 @@ SMALL = """
 """
 # Megatron-LM takes ten seconds to build 6144 experts, also on the meta device, and three to build
 # layers of which there are fewer in llama3-70b; those of the 405B are counted below.
-SLOW = {"qwen3-30b-a3b", "llama3-405b"}
+SLOW = {"qwen3-30b-a3b", "llama3-70b", "llama3-405b"}
 MODELS = [
     *[
         pytest.param(f"@{path.stem}", marks=[pytest.mark.slow] if path.stem in SLOW else [])
         for path in sorted(EXAMPLES.glob("*.args"))
     ],
-    *[f"@{name} {layout}" for name in ("gpt-345m", "llama3-8b", "hybrid-8b")
-      for layout in SPLIT.values()],
+    *[
+        pytest.param(f"@{name} {layout}", marks=[pytest.mark.slow] * (name != "hybrid-8b"))
+        for name in ("gpt-345m", "llama3-8b", "hybrid-8b")
+        for layout in SPLIT.values()
+    ],
     *[f"{EXPERTS} {more}" for more in ("", "--expert-model-parallel-size 4", SPLIT["TP2"])],
     # gpt-oss
     f"{SMALL} --num-experts 4 --quick-geglu --softmax-type learnable",

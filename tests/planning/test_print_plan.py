@@ -30,14 +30,18 @@ def printed(text: str, capsys) -> list[str]:
 
 @pytest.mark.parametrize(
     ("words", "enough"),
-    {
-        f"--gpus 8 --gpu b200 @{EXAMPLES}/llama3-405b.args --vocab-size 128256": 48,
-        f"--gpus 1 --gpu h100 {LLAMA_8B} --recipes bf16,fp8-tile": 2,
-        f"--gpus 1 --gpu h100 {LLAMA_8B} --as-given": 2,
+    [
+        pytest.param(
+            f"--gpus 8 --gpu b200 @{EXAMPLES}/llama3-405b.args --vocab-size 128256",
+            48,
+            marks=pytest.mark.slow,
+        ),
+        (f"--gpus 1 --gpu h100 {LLAMA_8B} --recipes bf16,fp8-tile", 2),
+        (f"--gpus 1 --gpu h100 {LLAMA_8B} --as-given", 2),
         # Without a sharded optimizer no number of replicas helps, another layout does.
-        f"--gpus 8 --gpu h100 {LLAMA_8B} --as-given": 8,
-        f"--gpus 37 {LLAMA_8B}": 48,
-    }.items(),
+        (f"--gpus 8 --gpu h100 {LLAMA_8B} --as-given", 8),
+        (f"--gpus 37 {LLAMA_8B}", 48),
+    ],
 )
 def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(words, enough, capsys):
     with pytest.raises(UserError, match=f"--gpus {enough} would do") as error:

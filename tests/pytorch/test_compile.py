@@ -23,7 +23,10 @@ def results(model, compiled, autocast=False):
     return [*losses, evaluated, *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize(("checkpointed", "autocast"), [(None, False), (None, True), (False, True)])
+@pytest.mark.parametrize(
+    ("checkpointed", "autocast"),
+    [(None, False), pytest.param(None, True, marks=pytest.mark.slow), (False, True)],
+)
 def test_eager_bits(checkpointed, autocast, reference):
     """The backend leaves the arithmetic of other modules as it is."""
     torch._dynamo.reset()

@@ -16,17 +16,19 @@ from megatron_lowbit.study.definition import jobs_of, read_study
 # isort: split
 from megatron.training.training import destroy_global_state
 
+from tests.marks import others_slow
+
 ROOT = Path(__file__).parents[2]
 DATA = ["--data-path", "x", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4095"]
-STUDIES = sorted((ROOT / "examples" / "studies").glob("*.yaml"))
+STUDIES = sorted(file.stem for file in (ROOT / "examples" / "studies").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
-def test_arguments_and_recipes(file, monkeypatch):
+@pytest.mark.parametrize("name", others_slow(STUDIES, ("leaderboard", "nvfp4-blocks")))
+def test_arguments_and_recipes(name, monkeypatch):
     """All differ, in what they make of a layer or in their other arguments; as on an H100."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(Machine, "current", lambda: Machine((9, 0), transformer_engine=True))
-    study = read_study(file)
+    study = read_study(ROOT / "examples" / "studies" / f"{name}.yaml")
     jobs = jobs_of(study.model_copy(update={"seeds": study.seeds[:1]}), Path("runs"), DATA)
     runs = []
     for job in jobs:

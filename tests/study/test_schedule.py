@@ -175,6 +175,7 @@ def test_the_plan(tmp_path, capsys):
         main(["plan", str(file), "--output", str(tmp_path / "out"), "--minutes", "0"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_goes_on(study, write_script, tmp_path):
     """Ctrl-C stops the run with a checkpoint, in one line; run again, it goes on from there."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"

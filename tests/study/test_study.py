@@ -80,7 +80,7 @@ def test_a_run_that_fails(study, tmp_path):
     [
         ("sys.exit('error: --lr: too high\\nWarning: a leak')", "--lr: too high"),
         ("raise ValueError('no such data')", "ValueError: no such data"),
-        ("print('last words'); sys.exit(1)", "last words"),
+        pytest.param("print('last words'); sys.exit(1)", "last words", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
     ],
 )
