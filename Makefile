@@ -27,12 +27,13 @@ parity: .venv/installed data/stdlib.idx
 performance-page: .venv/installed
 	$(BIN)/python docs/generate/performance.py
 
-# In the order of their folders, which ends with short files; by default the longest come last.
+# In the order of their folders, which ends with short files; by default the longest come last. Three
+# processes for two cores: tests of several processes wait for each other.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: test
 	$(BIN)/pytest -q -m "slow or hypothesis" --hypothesis-profile explore

@@ -150,7 +150,7 @@ def check_folded(seen, expected) -> None:
 
 WHOLE = ("mxfp8 rceil", "mxfp4-2d", "fp8-1x128-e4m3 128")
 """Formats that are also folded in whole tiles, on lanes of each kind."""
-RARER = ("mxfp6-e2m3-2d", "mxfp6-e3m2-2d", "mxfp8-e5m2-2d",
+RARER = ("mxfp6-e2m3-2d", "mxfp6-e3m2-2d", "mxfp8-e5m2-2d", "mxfp6-e3m2", "mxfp8-e4m3-2d",
          "fp8-1x128-e4m3 64", "fp8-128x128-e5m2 64")  # fmt: skip
 """Formats of which each part is folded with others: elements, square blocks, tiles' sizes."""
 WIDE = ("mxfp4", "mxfp4 three quarters", "mxfp6-e3m2")

@@ -66,7 +66,7 @@ def test_fuzzed_files(tmp_path, examples):
     fuzz()
 
 
-@pytest.mark.parametrize("examples", [120, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_fuzzed_overrides(examples):
     @settings(max_examples=examples, **SETTINGS)
     @given(
