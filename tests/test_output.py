@@ -153,6 +153,7 @@ def test_closed_streams(command, run, saved, tokenizer, tmp_path, monkeypatch, c
         assert run(*command) == expected
 
 
+@pytest.mark.slow
 def test_a_closed_standard_output_of_a_process(tmp_path):
     """Nothing is printed, least of all into a file that was opened later."""
     script = f"""

@@ -116,6 +116,7 @@ def test_a_chain_of_layouts_ends_with_what_it_began(chain):
         assert common["opt_param_scheduler"]["num_steps"] == schedule["num_steps"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_in_other_layouts(runs, optimizer):
     whole = losses(runs / f"{optimizer} single")
@@ -125,6 +126,7 @@ def test_training_goes_on_in_other_layouts(runs, optimizer):
         assert losses(runs / f"{optimizer} {name}") == pytest.approx(expected, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_depend_on_overlapped_communication(runs):
     """Each rank would save old parameters of the other rank without a gather before it.
 
@@ -135,10 +137,12 @@ def test_a_checkpoint_does_not_depend_on_overlapped_communication(runs):
         assert differences(one, other) == []
 
 
+@pytest.mark.slow
 def test_latent_attention_trains_in_a_pipeline(runs):
     assert losses(runs / "latent").keys() == {1}
 
 
+@pytest.mark.slow
 def test_context_parallelism_is_refused_in_one_line(runs, memory):
     """Megatron-LM's local attention refuses it."""
     for rank in range(2):

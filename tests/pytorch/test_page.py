@@ -56,6 +56,7 @@ def test_fused_optimizers_do_not_count_versions():
     assert parameter._version == before and not torch.equal(parameter, torch.ones(4, 4))
 
 
+@pytest.mark.slow
 def test_megatron_lm_is_not_imported():
     code = (
         "import sys, torch; from megatron_lowbit import convert\n"
