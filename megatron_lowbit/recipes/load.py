@@ -23,8 +23,9 @@ MEGATRON_NAMES = {
     "blockwise": "fp8-tile",
     "delayed": "fp8-delayed",
     "tensorwise": "fp8-tensorwise",
+    "qat": "qat-nvfp4",
 }
-"""Megatron-LM's names of recipes where ours differ."""
+"""Megatron-LM's names of recipes where ours differ; and for the file of QAT recipes, its first."""
 
 _FAMILY = "qat"
 """The shipped file that holds several recipes, each by its name."""
@@ -283,8 +284,9 @@ def _read(name_or_path: str) -> tuple[Any, str]:
     text = read_text(entry, f"recipe file {name_or_path}")
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
         raw = deepcopy(_parsed(text))
-    if entry.name == f"{_FAMILY}.yaml" and name_or_path in raw:
-        return {"name": name_or_path} | raw[name_or_path], f"{name_or_path}.yaml"
+    if isinstance(raw, dict) and raw and raw.keys() <= shipped_recipes().keys():
+        name = name_or_path if name_or_path in raw else next(iter(raw))
+        return {"name": name} | raw[name], f"{name}.yaml"
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):
         # Files of formats lie next to the recipe, wherever the run starts.
         folder = entry.parent.absolute()

@@ -3,10 +3,12 @@
 import copy
 from fractions import Fraction
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Rounding
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
@@ -19,6 +21,8 @@ from megatron_lowbit.recipes import (
 from megatron_lowbit.recipes.load import keep_in_high_precision, most_sensitive
 from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher
 from tests.recipes.conftest import refused
+
+ROOT = Path(__file__).parents[2]
 
 ROWS, SQUARE = FORMATS["nvfp4"], FORMATS["nvfp4-2d"]
 NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
@@ -48,6 +52,23 @@ def test_shipped_names():
     assert {"bf16", "nvfp4"} <= set(shipped_recipes())
     for name in shipped_recipes():
         assert load_recipe(name).name == name and load_recipe(name).description
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_file_loads_by_its_name_and_by_its_path(path):
+    """The file of several recipes is the first of them."""
+    assert load_recipe(path.stem) == load_recipe(path)
+    assert load_recipe(path).name == ("qat-nvfp4" if path.stem == "qat" else path.stem)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "nvfp4", "{}"])
+def test_a_file_of_ones_own_may_be_named_as_that_of_several(tmp_path, text):
+    file = tmp_path / "qat.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"^qat\.yaml: "):
+        load_recipe(file)
+    file.write_text((ROOT / "recipes" / "mxfp8.yaml").read_text())
+    assert load_recipe(file) == load_recipe("mxfp8")
 
 
 def test_nvfp4_builds():
