@@ -1,6 +1,6 @@
 """Cost of the Hadamard transform and of stochastic rounding in an MXFP4 backward pass.
 
-    python benchmarks/mxfp4_overhead.py --sweep    a layer of Llama-2-7B, one of Llama-2-70B
+    python -m benchmarks mxfp4_overhead --sweep    a layer of Llama-2-7B, one of Llama-2-70B
 
 ``mxfp4-backward`` with both, without either and without both, and a BF16 backward pass. The
 overhead of a technique is the time that the backward pass with both takes longer than without it,

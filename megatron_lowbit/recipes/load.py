@@ -41,7 +41,7 @@ def shipped_recipes() -> dict[str, Any]:
     yaml_files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     recipes = {file.name.removesuffix(".yaml"): file for file in yaml_files}
     family = recipes.pop(_FAMILY)
-    recipes |= dict.fromkeys(read_yaml(family.read_text("utf-8")), family)
+    recipes |= dict.fromkeys(_parsed(family.read_text("utf-8")), family)
     return {name: recipes[name] for name in sorted(recipes, key="{}.yaml".format)}
 
 
@@ -264,6 +264,13 @@ def _load(
     return raw, recipe
 
 
+def _holds_recipes(raw: Any) -> bool:
+    """Return True for the content of the file that holds several recipes by their names."""
+    if not isinstance(raw, dict) or not raw.keys() <= shipped_recipes().keys():
+        return False
+    return bool(raw) and all(isinstance(recipe, dict) for recipe in raw.values())
+
+
 _parsed = lru_cache(maxsize=64)(read_yaml)
 """Commands and switches read the same recipes many times; PyYAML takes half of the time."""
 
@@ -284,7 +291,7 @@ def _read(name_or_path: str) -> tuple[Any, str]:
     text = read_text(entry, f"recipe file {name_or_path}")
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
         raw = deepcopy(_parsed(text))
-    if isinstance(raw, dict) and raw and raw.keys() <= shipped_recipes().keys():
+    if _holds_recipes(raw):
         name = name_or_path if name_or_path in raw else next(iter(raw))
         return {"name": name} | raw[name], f"{name}.yaml"
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):

@@ -188,6 +188,7 @@ def check_command(words: list[str]) -> None:
             return
         assert find_spec(module), name
     elif name not in SCRIPTS:
+        assert not name.startswith("benchmarks/"), f"{name}: -m benchmarks {Path(name).stem}"
         # The page's own files are written as they are named in it: launch.py, not DIR/launch.py.
         if ("/" not in name and not (ROOT / name).is_file()) or PLACEHOLDER.match(name):
             return
@@ -221,6 +222,7 @@ def test_python_compiles(page: Path):
         "lowbit-recipes shw nvfp4",
         "torchrun --nproc-per-node 2 pretrain_gpt.py @examples/none.args",
         "python -m benchmarks loss_curves --recipez bf16",
+        "python benchmarks/loss_curves.py",
         "make pretain",
         "pytest tests/numerix",
     ],

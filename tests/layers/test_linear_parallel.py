@@ -156,6 +156,17 @@ def row_shards(mine):
     return Shards(dist.group.WORLD, frozenset({"weight", "input"}), in_features=mine)
 
 
+def same_as_columns_of(full, operands, mine):
+    """Check that operands of a column-parallel layer are the parts of the whole layer's."""
+    (x_, w), (grad, w_t), (grad_t, x_t) = full
+    same(operands[0][0], x_)
+    same(operands[0][1], w, mine)
+    same(operands[1][0], grad, columns=mine)
+    same(operands[1][1], w_t, columns=mine)
+    same(operands[2][0], grad_t, mine)
+    same(operands[2][1], x_t)
+
+
 def column_parallel(how, tolerance=1e-6):
     x, weight, dy = whole(48)
     mine = features(N)
@@ -166,13 +177,7 @@ def column_parallel(how, tolerance=1e-6):
     close(results[0], y[:, mine], tolerance)
     close(results[1], dx, 1e-5)
     close(results[2], dw[mine], tolerance)
-    (x_, w), (grad, w_t), (grad_t, x_t) = full
-    same(operands[0][0], x_)
-    same(operands[0][1], w, mine)
-    same(operands[1][0], grad, columns=mine)
-    same(operands[1][1], w_t, columns=mine)
-    same(operands[2][0], grad_t, mine)
-    same(operands[2][1], x_t)
+    same_as_columns_of(full, operands, mine)
     partial, _ = run(x, weight[mine], dy[:, mine], how, column_shards(mine))
     close(summed(partial[1]), dx, 1e-5)
     same(summed(partial[1]), results[1])
@@ -205,13 +210,7 @@ def sequence_parallel(how, tokens, *batch, tolerance=1e-6):
     close(results[0], y[..., mine], tolerance)
     close(results[1], dx[local], 1e-5)
     close(results[2], dw[mine], tolerance)
-    (x_, w), (grad, w_t), (grad_t, x_t) = full
-    same(operands[0][0], x_)
-    same(operands[0][1], w, mine)
-    same(operands[1][0], grad, columns=mine)
-    same(operands[1][1], w_t, columns=mine)
-    same(operands[2][0], grad_t, mine)
-    same(operands[2][1], x_t)
+    same_as_columns_of(full, operands, mine)
 
 
 @check

@@ -61,7 +61,7 @@ def test_every_file_loads_by_its_name_and_by_its_path(path):
     assert load_recipe(path).name == ("qat-nvfp4" if path.stem == "qat" else path.stem)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "nvfp4", "{}"])
+@pytest.mark.parametrize("text", ["", "[]", "nvfp4", "{}", "nvfp4: 3", "qat-nvfp4: []"])
 def test_a_file_of_ones_own_may_be_named_as_that_of_several(tmp_path, text):
     file = tmp_path / "qat.yaml"
     file.write_text(text)
