@@ -4,9 +4,9 @@
         --output benchmarks/results/gpu-time-h100.json
 
 Trains cases of flagship.py with Megatron-LM's own profiling arguments and adds up the kernels of
-two settled steps. A step is busy as long as any kernel or copy runs. Profiling slows the CPU down:
-compare the busy time with the step's median in flagship.py, not with the profiled step. What is
-left there is time in which the GPU waits.
+two settled steps, by the operators that launch them and by their names. A step is busy as long as
+any kernel or copy runs. Profiling slows the CPU down: compare the busy time with the step's median
+in flagship.py, not with the profiled step. What is left there is time in which the GPU waits.
 """
 
 import gzip
@@ -14,7 +14,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,48 @@ from benchmarks.training_steps import run_cases, train
 
 FIRST, LAST = 10, 12
 """Steps that are profiled: from the first up to the last, which is not."""
-KINDS = {
-    "attention": re.compile(r"sdpa|fmha|flash|attention", re.I),
-    "optimizer": re.compile(r"multi_tensor|adam", re.I),
-    "amaxes": re.compile(r"amax", re.I),
-    "GEMMs": re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.I),
-    # LoadWithCast is an operand of torch's elementwise kernels.
-    "quantization": re.compile(
-        r"quantize|block_scaled|(?<!with)cast|decode_kernel|rht|hadamard", re.I
-    ),
-    "norms": re.compile(r"norm", re.I),
+OPERATORS = {
+    "loss": re.compile("cross_?entropy|vocab_?parallel_?ce", re.I),
+    "embedding": re.compile("embedding", re.I),
+    # Data parallelism adds gradients to main gradients in a hook of these.
+    "main gradients": re.compile("AccumulateGrad"),
 }
-"""Kinds of kernels by their names, the first that fits; others are elementwise and the rest."""
+"""Kinds of kernels by the name of an operator that launches them, or by their own."""
+KINDS = {
+    "attention": re.compile(r"\b(sdpa|fmha|flash|attention)\b"),
+    "optimizer": re.compile(r"\b(multi tensor|adam)\b"),
+    "amaxes": re.compile(r"\bamax\b"),
+    "GEMMs": re.compile(r"gemm|\b(nvjet|cutlass|xmma|cublas|grouped kernel|stacked kernel)\b"),
+    "SwiGLU": re.compile(r"\bd?(swiglu|silu)\b"),
+    # Transformer Engine's unary_kernel casts, and its transposes are of FP8 operands. The last ones
+    # are kernels of delayed scaling and of split means.
+    "quantization": re.compile(
+        r"\b(de|re)?quantize|\b(block scaled|cast|decode kernel|unary kernel|transpose|rht|hadamard"
+        r"|record kernel|recompute kernel|sums kernel)\b"
+    ),
+    "norms": re.compile(r"norm\b|\bnormalization\b"),
+}
+"""Other kinds by the words of a kernel's name, the first that fits; the rest are others.
+
+Words end at underscores, not at capitals: LoadWithCast and gpu_kernel_impl_nocast are torch's
+elementwise kernels. Most of these have nothing that tells what they are for.
+"""
 OTHERS = "others"
 LONGEST = 24
 """Kernels that a row names."""
+_COLUMNS = ("busy", *OPERATORS, *KINDS, OTHERS)
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 def kind_of(kernel: str) -> str:
     """Return the kind of a kernel of this name."""
-    return next((kind for kind, names in KINDS.items() if names.search(kernel)), OTHERS)
+    words = re.sub(r"[\W_]+", " ", kernel).lower()
+    return _first(OPERATORS, kernel) or _first(KINDS, words) or OTHERS
+
+
+def _first(kinds: Mapping[str, re.Pattern[str]], name: str) -> str | None:
+    return next((kind for kind, names in kinds.items() if names.search(name)), None)
 
 
 def milliseconds(trace: dict[str, Any]) -> dict[str, float]:
@@ -63,9 +84,37 @@ def milliseconds(trace: dict[str, Any]) -> dict[str, float]:
     sums = Counter(
         {"busy": _union((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels)}
     )
+    launched = _launched_by_operators(trace)
     for kernel in kernels:
-        sums[kind_of(kernel["name"])] += kernel["dur"]
-    return {kind: round(sums[kind] / steps / 1e3, 2) for kind in ("busy", *KINDS, OTHERS)}
+        kind = launched.get(_correlation(kernel)) or kind_of(kernel["name"])
+        sums[kind] += kernel["dur"]
+    return {kind: round(sums[kind] / steps / 1e3, 2) for kind in _COLUMNS}
+
+
+def _launched_by_operators(trace: dict[str, Any]) -> dict[int | None, str]:
+    """Return the kind of each correlation whose launch lies within one of OPERATORS.
+
+    Operators and launches of a thread are nested, so that an operator holds what begins before it
+    ends. A CUDA graph is one launch of many kernels.
+    """
+    events = [x for x in trace["traceEvents"] if x.get("cat") in ("cpu_op", *_LAUNCHES)]
+    ends: dict[tuple[int, int, str], float] = {}
+    launched: dict[int | None, str] = {}
+    for event in sorted(events, key=lambda event: event["ts"]):
+        begin, thread = event["ts"], (event["pid"], event["tid"])
+        if event["cat"] in _LAUNCHES:
+            inside = (kind for kind in OPERATORS if begin < ends.get((*thread, kind), 0.0))
+            if kind := next(inside, None):
+                launched[_correlation(event)] = kind
+        elif kind := _first(OPERATORS, event["name"]):
+            end = ends.get((*thread, kind), 0.0)
+            ends[*thread, kind] = max(end, begin + event["dur"])
+    return launched
+
+
+def _correlation(event: dict[str, Any]) -> int | None:
+    """Return the number that a launch and its kernels share."""
+    return event.get("args", {}).get("correlation")
 
 
 def longest(trace: dict[str, Any]) -> dict[str, float]:
@@ -120,5 +169,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu", type=int, metavar="N", help="number of the GPU (default: first)")
     args = parser.parse_args(argv)
     rows = run_cases({case.name: case for case in cases()}, profile, args, 1, [args.gpu])
-    columns = {kind: f"milliseconds.{kind}" for kind in ("busy", *KINDS, OTHERS)}
+    columns = {kind: f"milliseconds.{kind}" for kind in _COLUMNS}
     Console(width=150).print(table(rows, "GPU time of a step, ms", columns, name="case"))
