@@ -3,18 +3,17 @@
     python -m benchmarks flagship --output benchmarks/results/flagship-h100.json
 
 Every case is a run of Megatron-LM on one GPU, with its loop, optimizer and logging, mock data and
-Transformer Engine layers: a model of cases/flagship.yaml in a precision. BF16 and blockwise FP8 are
-Megatron-LM's: examples/own_script.py without a recipe; for the hybrid, which that script does not
-build, pretrain_hybrid.py with only Megatron-LM's arguments. Without mamba-ssm and causal-conv1d its
-scans are slower ones. Recipes quantize the linear layers of all blocks, as blockwise FP8 does. A
-row has the command line that repeats it. The output gets the cases that it lacks: the same command
-continues where it ended. --gpu 0 1 runs a case on each of two GPUs at once. --cpu tries the script
-out.
+Transformer Engine layers: a model of cases/flagship.yaml in a precision. Megatron-LM's own run in
+examples/own_script.py without a recipe; for the hybrid, which that script does not build, in
+pretrain_hybrid.py with only Megatron-LM's arguments. Without mamba-ssm and causal-conv1d its scans
+are slower ones. Recipes quantize the linear layers of all blocks, as Megatron-LM's FP8 does. Cases
+with Liger's loss need liger-kernel. A row has the command line that repeats it. The output gets the
+cases that it lacks: the same command continues where it ended. --gpu 0 1 runs a case on each of two
+GPUs at once. --cpu tries the script out.
 """
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,6 @@ from megatron_lowbit.command_line import expand_files
 
 PEAK_TFLOPS = 989
 """Dense BF16 TFLOP/s of an H100 SXM and of an H200 SXM, NVIDIA's data sheets."""
-BF16, OWN_FP8 = "Megatron-LM BF16", "Megatron-LM FP8 blockwise"
 DECLARED = cases_file("flagship")
 MODELS: dict[str, dict[str, Any]] = DECLARED["models"]
 
@@ -54,26 +52,25 @@ class Case(NamedTuple):
         return f"{self.model} {'graphs ' if self.graphs else ''}{self.precision}"
 
 
-def cases(recipes: Sequence[str] = DECLARED["recipes"], tiny: bool = False) -> list[Case]:
+def cases(tiny: bool = False) -> list[Case]:
     """Return all cases, ordered by model."""
     made = []
     for name, model in MODELS.items():
         script = model.get("script", OURS)
         # A CPU needs other arguments, which only this project's scripts change.
         upstream = UPSTREAM if script == OURS and not tiny else script
-        precisions = [
-            (BF16, upstream, ""),
-            (OWN_FP8, upstream, f"{DECLARED['blockwise']} {model.get('own_fp8', '')}"),
-            *((Path(recipe).stem, script, f"--precision-recipe {recipe}") for recipe in recipes),
-        ]
+        precisions = DECLARED["precisions"]
+        if "script" not in model:
+            precisions = precisions | DECLARED["gpt_precisions"]
         common = f"{model['tiny' if tiny else 'arguments']} {DECLARED['arguments']}"
         common += DECLARED["all_blocks"]
-        made += [
-            Case(name, precision, graphs, script, f"{common} {arguments} {more}")
-            for graphs, more in ((False, ""), (True, DECLARED["graphs"]))
-            for precision, script, arguments in precisions
-            if not graphs or model.get("graphs")
-        ]
+        for graphs in (False, True) if model.get("graphs") else (False,):
+            for precision, arguments in precisions.items():
+                words = f"{common} {arguments} {DECLARED['graphs'] if graphs else ''}"
+                if "--fp8-format" in arguments:
+                    words += f" {model.get('own_fp8', '')}"
+                own = "--precision-recipe" in arguments
+                made.append(Case(name, precision, graphs, script if own else upstream, words))
     return made
 
 
@@ -111,7 +108,6 @@ def memory_gib(gpu: int) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the cases that the output lacks; the file is written after each."""
     parser = training_steps.cases_parser(__doc__, seconds=500)
-    parser.add_argument("--recipes", nargs="+", default=DECLARED["recipes"], metavar="NAME_OR_FILE")
     parser.add_argument("--iterations", type=int, default=14)
     parser.add_argument(
         "--gpu", dest="gpus", type=int, nargs="+", default=[None], metavar="N",
@@ -121,9 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     gib = math.inf if args.cpu else min(memory_gib(gpu or 0) for gpu in args.gpus)
     fitting = {
-        case.name: case
-        for case in cases(args.recipes, args.cpu)
-        if MODELS[case.model].get("needs_gib", 0) <= gib
+        case.name: case for case in cases(args.cpu) if MODELS[case.model].get("needs_gib", 0) <= gib
     }
     run = lambda case, gpu: run_case(case, args.iterations, gpu)  # noqa: E731
     titles = {name: model["title"] for name, model in MODELS.items()}

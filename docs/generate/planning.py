@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 from render import RESULTS, ROOT, parser, render, replace_sections, table
-from results import KINDS, OWN_FP8, read_steps
+from results import KINDS, read_steps
 
 from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import Estimate
@@ -154,7 +154,8 @@ def long_steps(results: Path) -> str:
         for case in flagship.cases():
             row = steps.rows.get((case.model, case.precision, case.graphs), {"error": ""})
             graphs = flagship.MODELS[case.model].get("graphs")
-            if "error" in row or (graphs and not case.graphs) or case.precision == OWN_FP8:
+            own_fp8 = "--fp8-format" in case.arguments
+            if "error" in row or (graphs and not case.graphs) or own_fp8:
                 continue
             words = flagship.words_of(case, 1)
             vocabulary = int(words[words.index("--vocab-size") + 1])

@@ -29,14 +29,22 @@ from leaderboard import (
     split,
 )  # fmt: skip
 from render import RESULTS, ROOT, parser, render, replace_sections
-from results_pictures import draw_curves, draw_summary
+from results_pictures import draw_curves, draw_summary, is_own, with_loss_of
 
 from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Job, read_study, training_words
 
+# isort: split
+from benchmarks import flagship
+
 KINDS = ("h100", "h200")
 STUDY = ROOT / "examples" / "studies" / "flagship.yaml"
-BF16, OWN_FP8 = "Megatron-LM BF16", "Megatron-LM FP8 blockwise"
+BF16, OWN_FP8, TENSORWISE = (
+    f"Megatron-LM {name}" for name in ("BF16", "FP8 blockwise", "FP8 tensorwise")
+)
+BASES = {"× BF16": BF16, "× blockwise": OWN_FP8, "× tensorwise": TENSORWISE}
+"""Precisions that others of the same loss are compared with, by the headings of the ratios."""
+ORDER = [*flagship.DECLARED["precisions"], *flagship.DECLARED["gpt_precisions"]]
 DATA = "--data-path data/linux --tokenizer-model data/linux-tokenizer"
 
 
@@ -53,17 +61,26 @@ class Steps(NamedTuple):
     peak: float
 
     def of(self, model: str, failed: bool | None = None) -> list[dict]:
-        """Return a model's rows, all or only those that did or did not fail."""
+        """Return a model's rows, all or only those that did or did not fail, in ORDER."""
+        place = {precision: i for i, precision in enumerate(ORDER)}
         rows = [row for row in self.rows.values() if row["model"] == model]
+        rows.sort(key=lambda row: (row["graphs"], place.get(row["precision"], len(place))))
         return [row for row in rows if failed in (None, "error" in row)]
+
+    @property
+    def bases(self) -> dict[str, str]:
+        """Those of BASES that were measured."""
+        done = {row["precision"] for row in self.rows.values() if "error" not in row}
+        return {heading: base for heading, base in BASES.items() if base in done}
 
     def all(self, key: str) -> list[str]:
         """Return the different dates or commits of the rows."""
         return sorted({row[key][:12] or "unknown" for row in self.rows.values()})
 
     def ratio(self, row: dict, base: str) -> float | None:
-        """Return how many times as fast as a precision of Megatron-LM a row is."""
-        other = self.rows.get((row["model"], base, row["graphs"]), {})
+        """Return how many times as fast as a precision of Megatron-LM, of its loss, a row is."""
+        key = row["model"], with_loss_of(row["precision"], base), row["graphs"]
+        other = self.rows.get(key, {})
         return row["tokens_per_s"] / other["tokens_per_s"] if "tokens_per_s" in other else None
 
     def figures(self, model: str) -> list[list[object]]:
@@ -76,25 +93,29 @@ class Steps(NamedTuple):
                 f"{row['tflop_per_s']:.0f}",
                 f"{row['mfu']:.1%}",
                 f"{row['peak_gib']:.1f}",
-                self.ratio(row, BF16),
-                self.ratio(row, OWN_FP8),
+                *(self.ratio(row, base) for base in self.bases.values()),
             ]
             for row in self.of(model, failed=False)
         ]
 
     def slower_than(self, base: str) -> list[str]:
         """Name the rows of recipes that are slower than a precision of Megatron-LM."""
-        recipes = [row for row in self.rows.values() if row["precision"] not in (BF16, OWN_FP8)]
+        recipes = [row for row in self.rows.values() if not is_own(row["precision"])]
         ratios = {row["case"]: self.ratio(row, base) for row in recipes if "error" not in row}
         return [f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1]
 
     def gpu_times(self) -> list[list[object]]:
-        """Return each profiled case, its median and the milliseconds of kinds of kernels."""
+        """Return each profiled case, its median and the milliseconds of ``kinds``."""
         medians = {row["case"]: row.get("median_ms") for row in self.rows.values()}
         return [
-            [row["case"], medians.get(row["case"]), *row["milliseconds"].values()]
+            [row["case"], medians.get(row["case"]), *map(row["milliseconds"].get, self.kinds)]
             for row in self.timed
         ]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of kernels of any profiled case."""
+        return list(dict.fromkeys(kind for row in self.timed for kind in row["milliseconds"]))
 
     @property
     def timed(self) -> list[dict]:
@@ -222,10 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = in_order(runs)
     gaps_by_name = gaps_of(runs)
     about = {"runs": runs, "seeds": len({run["seed"] for run in runs}), **provenance(runs)}
-    text = render(
-        "results", measured=measured, baselines=(BF16, OWN_FP8), **about,
-        longer=longer_runs(runs, gaps_by_name),
-    )  # fmt: skip
+    longer = longer_runs(runs, gaps_by_name)
+    text = render("results", measured=measured, longer=longer, **about)
     images = args.root / "docs" / "images"
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")
@@ -235,9 +254,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     speeds = {
         model: by_precision for model in shown.models if (by_precision := shown.speeds(model))
     }
-    draw_summary(speeds, gap, (BF16, OWN_FP8), images / "results.png")
+    draw_summary(speeds, gap, (BF16, TENSORWISE), images / "results.png")
     (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
-    section = render("readme-results", gpu=shown.machine["gpu"], **about)
+    section = render("readme-results", gpu=shown.machine["gpu"], bases=shown.bases, **about)
     replace_sections(args.root / "README.md", {"results": section})
 
 

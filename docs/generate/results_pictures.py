@@ -10,10 +10,23 @@ from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 from megatron_lowbit.analysis.loss_curve import colors
 
+OWN = "Megatron-LM "
+"""Names of precisions of Megatron-LM begin with it."""
 _SHOWN_FROM = 1 / 5
 """Share of the tokens without perplexities: early ones are many times as large as the last."""
 _FOR_TEXT = 0.8
 """Room to the right of the bars for their figures, as a share of what the bars take."""
+
+
+def is_own(precision: str) -> bool:
+    """Return whether a precision is one of Megatron-LM's own."""
+    return precision.startswith(OWN)
+
+
+def with_loss_of(precision: str, base: str) -> str:
+    """Return the name of another precision with the loss of a precision, which follows a comma."""
+    _, comma, loss = precision.partition(", ")
+    return base + comma + loss
 
 
 def draw_curves(runs: Sequence[dict], file: Path) -> None:
@@ -47,16 +60,18 @@ def draw_curves(runs: Sequence[dict], file: Path) -> None:
 def draw_summary(
     speeds: Mapping[str, Mapping[str, int]],
     gaps: Mapping[str, tuple[float, float]],
-    baselines: tuple[str, str],
+    bases: Sequence[str],
     file: Path,
 ) -> None:
     """Draw tokens/s of each precision in each model, and to the right the loss gaps, if any.
+
+    Megatron-LM's own precisions are gray and have no gaps.
 
     Args:
         speeds: tokens/s by model and precision.
         gaps: relative gaps by recipe, with their standard errors; other recipes are marked as not
             measured.
-        baselines: Megatron-LM's own precisions, the first of which others are compared with.
+        bases: precisions that others of the same loss are compared with, where a model has them.
         file: the PNG file.
     """
     names = list(dict.fromkeys([*(name for own in speeds.values() for name in own), *gaps]))
@@ -65,27 +80,29 @@ def draw_summary(
     panels = figure.subplots(1, len(speeds) + bool(gaps), sharey=True, squeeze=False)[0]
     for panel, (model, own) in zip(panels, speeds.items(), strict=False):
         panel.set_title(model)
-        _draw_speeds(panel, names, own, baselines)
+        _draw_speeds(panel, names, own, [base for base in bases if base in own])
     panels[0].invert_yaxis()
     if gaps:
-        _draw_gaps(panels[-1], [name for name in names if name not in baselines], gaps)
+        _draw_gaps(panels[-1], [name for name in names if not is_own(name)], gaps)
     figure.savefig(file)
 
 
 def _draw_speeds(
-    panel: Axes, names: Sequence[str], speeds: Mapping[str, int], baselines: tuple[str, str]
+    panel: Axes, names: Sequence[str], speeds: Mapping[str, int], bases: Sequence[str]
 ) -> None:
-    shades = ["0.6" if name in baselines else "#4c72b0" for name in names]
+    shades = ["0.6" if is_own(name) else "#4c72b0" for name in names]
     panel.barh(names, [speeds.get(name, 0) for name in names], color=shades)
-    base = speeds.get(baselines[0])
     for name in names:
         if name not in speeds:
             panel.annotate(" not measured", (0, name), va="center", color="0.4")
             continue
-        times = f" ({speeds[name] / base:.2f}×)" if base and name != baselines[0] else ""
+        others = [speeds.get(with_loss_of(name, base)) for base in bases]
+        ratios = [f"{speeds[name] / other:.2f}×" if other else "–" for other in others]
+        times = f" ({', '.join(ratios)})" if name not in bases[:1] else ""
         panel.annotate(f" {speeds[name]:,}{times}", (speeds[name], name), va="center")
-    panel.set_xlim(0, (1 + _FOR_TEXT) * max(speeds.values()))
-    panel.set_xlabel("tokens/s (× BF16)")
+    panel.set_xlim(0, (1 + _FOR_TEXT * max(1, len(bases))) * max(speeds.values()))
+    ratios = [f"× {base.removeprefix(OWN)}" for base in bases]
+    panel.set_xlabel(f"tokens/s ({', '.join(ratios)})" if bases else "tokens/s")
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 

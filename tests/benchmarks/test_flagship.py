@@ -10,6 +10,7 @@ import pytest
 from benchmarks import flagship, training_steps
 
 ROOT = Path(__file__).parents[2]
+OWN_FP8 = "Megatron-LM FP8 blockwise"
 FIRST = """
  [10:00] iteration 1/ 8 | elapsed time per iteration (ms): 9000.0 | \
 throughput per GPU (TFLOP/s/GPU): 1.0 | lm loss: 6.000000E+00 |
@@ -50,15 +51,19 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 
 
 def test_cases():
-    """Every model in every precision, some with graphs too, of this project or upstream's."""
-    found = flagship.cases(["fp8-tile"])
-    assert len({case.name for case in found}) == len(found) == 3 * (7 + 4)
+    """Every model in its precisions, some with graphs too, of this project or upstream's."""
+    found = flagship.cases()
+    assert len({case.name for case in found}) == len(found) == 16 * (6 + 4) + 8
     for case in found:
         words = flagship.words_of(case, 14)
-        own = case.precision not in (flagship.BF16, flagship.OWN_FP8)
+        own = not case.precision.startswith("Megatron-LM")
         assert ("--precision-recipe" in words) == own
         assert ("--cuda-graph-impl" in words) == case.graphs == ("graphs" in case.name)
-        assert ("--fp8-recipe" in words) == (case.precision == flagship.OWN_FP8)
+        assert ("--fp8-recipe" in words) == ("Megatron-LM FP8" in case.precision)
+        assert ("liger" in words) == ("Liger" in case.precision)
+        assert ("--cross-entropy-loss-fusion" in words) == ("loss" in case.precision)
+        padded = case.model == "qwen3-30b" and "Megatron-LM FP8" in case.precision
+        assert ("--moe-router-padding-for-quantization" in words) == padded
         if case.script == flagship.UPSTREAM:
             assert not own and not any(word.startswith("@") for word in words)
         script = {True: training_steps.HYBRID, False: flagship.OURS if own else flagship.UPSTREAM}
@@ -81,7 +86,7 @@ PARAMETERS = {
 def test_models_fit_and_are_what_they_are_called(model, monkeypatch):
     """Plans of their largest recipe; of 80 GB the planner leaves 73 GiB to training."""
     monkeypatch.chdir(ROOT)
-    case = next(case for case in flagship.cases(["fp8-tile"]) if case.name == f"{model} fp8-tile")
+    case = next(case for case in flagship.cases() if case.name == f"{model} fp8-tile")
     words = flagship.words_of(case, 14)
     vocabulary = int(words[words.index("--vocab-size") + 1])
     large = flagship.MODELS[model].get("needs_gib", 0) > 80
@@ -97,7 +102,7 @@ def test_models_fit_and_are_what_they_are_called(model, monkeypatch):
 def test_upstreams_arguments_are_the_same_as_with_files(monkeypatch):
     """Arguments of Megatron-LM itself, expanded, parse to those of the preset."""
     monkeypatch.chdir(ROOT)
-    case = flagship.cases([])[0]
+    case = flagship.cases()[0]
     flags = training_steps.TrainingArguments(flagship.words_of(case, 14)).flags
     assert (flags.ffn_hidden_size, flags.num_query_groups, flags.train_iters) == (8192, 8, 14)
     assert (flags.lr_decay_style, flags.seq_length, flags.micro_batch_size) == ("constant", 4096, 4)
@@ -121,7 +126,8 @@ def trained(monkeypatch):
 
 def test_a_file_gets_the_rows_that_it_lacks(trained, tmp_path, capsys):
     file = tmp_path / "rows.json"
-    arguments = ["--output", str(file), "--gpu", "1", "--only", "llama-8b Megatron", "llama-8b fp8"]
+    names = [f"llama-8b {name}" for name in ("Megatron-LM BF16", OWN_FP8, "fp8-tile")]
+    arguments = ["--output", str(file), "--gpu", "1", "--only", *names]
     flagship.main(arguments)
     data = json.loads(file.read_text())
     first, failed, last = data["rows"]
@@ -141,4 +147,4 @@ def test_a_file_gets_the_rows_that_it_lacks(trained, tmp_path, capsys):
 
 def test_no_case_begins_after_the_time(trained, tmp_path, capsys):
     flagship.main(["--output", str(tmp_path / "rows.json"), "--seconds", "-1"])
-    assert not trained and "64 cases are left" in capsys.readouterr().out
+    assert not trained and "120 cases are left" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import results
+from matplotlib.figure import Figure
 
 SPEEDS = {
     results.BF16: 1000,
@@ -99,7 +100,46 @@ def test_steps_are_compared_on_their_machine(place, study):
     assert "torchrun pretrain_gpt.py --precision-recipe fp8-tile" in h100
 
 
+def test_ratios_are_to_rows_of_the_same_loss(place):
+    """A second file's rows stand in the order in which cases are declared."""
+    liger = {results.BF16: 2000, results.TENSORWISE: 2500, "fp8-tile": 3000}
+    rows = [row("llama-8b", f"{name}, Liger loss", speed=speed) for name, speed in liger.items()]
+    rows += [row("llama-8b", f"{results.TENSORWISE}, native fused loss", speed=1800)]
+    rows += [row("llama-8b", results.TENSORWISE, speed=1600)]
+    (place / "flagship-h100-2.json").write_text(a_file("h100", rows))
+    h100, h200 = page(place).split("## Whole training steps on one ")[1:]
+    assert "| × BF16 | × blockwise | × tensorwise |" in h100 and "× tensorwise" not in h200
+    assert cells(h100, "fp8-tile")[-3:] == ["1.20", "1.50", "0.75"]
+    assert cells(h100, "fp8-tile, Liger loss")[-3:] == ["1.50", "", "1.20"]
+    assert cells(h100, results.TENSORWISE + ", Liger loss")[-3:] == ["1.25", "", "1.00"]
+    assert cells(h100, results.TENSORWISE + ", native fused loss")[-3:] == ["", "", "1.00"]
+    assert "Slower than Megatron-LM FP8 tensorwise: llama-8b fp8-tile (0.75)" in h100
+    names = [line.split(" | ")[0].strip("| ") for line in h100.splitlines() if " (583) |" in line]
+    declared = [name for name in results.ORDER if name in names]
+    assert names[: len(declared)] == declared and len(declared) == 9
+    assert '"Liger loss"' in h100 and '"Liger loss"' not in h200
+    assert "compare rows of the same loss" in (place / "README.md").read_text()
+
+
+def test_bars_have_ratios_to_both_bases(tmp_path, monkeypatch):
+    """Shown as far as a model has them: a dash where only the same loss is missing."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file: drawn.append(figure))
+    both = {"BF16": 100, "FP8 tensorwise": 125}
+    both = {f"Megatron-LM {name}": speed for name, speed in both.items()} | {"fp8-tile": 150}
+    speeds = {"a": both | {"fp8-tile, Liger loss": 300}, "b": {results.BF16: 50, "fp8-tile": 75}}
+    results.draw_summary(speeds, {}, (results.BF16, results.TENSORWISE), tmp_path / "a.png")
+    left, right = drawn[0].axes
+    assert [text.get_text().strip() for text in left.texts] == [
+        "100", "125 (1.25×, 1.00×)", "150 (1.50×, 1.20×)", "300 (–, –)",
+    ]  # fmt: skip
+    assert left.get_xlabel() == "tokens/s (× BF16, × FP8 tensorwise)"
+    assert [text.get_text().strip() for text in right.texts][::2] == ["50", "75 (1.50×)"]
+    assert right.get_xlabel() == "tokens/s (× BF16)"
+
+
 def test_where_the_time_goes(place):
+    """Also in a file that has rows of an earlier version, without some kinds."""
     row = {"case": "llama-8b fp8-tile", "milliseconds": {"busy": 500.5, "GEMMs": 200.25}}
     rows = [row, {"case": "llama-8b nvfp4", "error": "RuntimeError: out of memory"}]
     machine = {"gpu": "NVIDIA H100", "commit": "abcdef0123456789"}
@@ -107,7 +147,13 @@ def test_where_the_time_goes(place):
     text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
     assert "gpu_time --only 'llama-8b fp8-tile' --output" in text
     assert cells(text, "llama-8b fp8-tile") == ["612", "500", "200"]
-    assert "Commit abcdef012345." in text
+    assert "Commit abcdef012345." in text and "`nocast`" in text
+    rows[1] = {"case": "llama-8b nvfp4", "milliseconds": {"busy": 1.5, "loss": 2.5, "GEMMs": 3.5}}
+    (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
+    assert cells(text, "llama-8b fp8-tile") == ["612", "500", "200", ""]
+    assert cells(text, "llama-8b nvfp4") == ["612", "1.50", "3.50", "2.50"]
+    assert "`nocast`" not in text
 
 
 def test_longer_runs(place, study):
