@@ -168,6 +168,16 @@ class Engine:
         """Return the gradient of a norm's input; see :func:`numerics.mxnorm.norm_grad`."""
         return norm_grad(grad, x, rho)
 
+    def add_rows(self, sums: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Sum rows (T, K) of the same id in FP32, and add each sum to the id's row of ``sums``.
+
+        Args:
+            sums: FP32 or BF16 (N, K), contiguous; a row is rounded once.
+            ids: integers (T,) below N; rows of id -1 are left out.
+            rows: FP32 or BF16.
+        """
+        sums.add_(torch.ops.aten.embedding_dense_backward(rows.float(), ids, len(sums), -1, False))
+
     def fold_losses(self, lhs: Any, rhs: Any) -> tuple[int, int]:
         """Return the numbers of values that folding rounds in a product's operands, and of all."""
         return 0, 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
+from megatron_lowbit.kernels.embedding import add_rows
 from megatron_lowbit.kernels.engine import Engine, Into, ScaleAmax
 from megatron_lowbit.kernels.gemm import folded_pair, multiply, plain
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
@@ -163,6 +164,10 @@ class FusedEngine(Engine):
     def norm_grad(self, grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
         """Return the gradient of a norm's input, by one kernel."""
         return norm_grad(grad, x, rho)
+
+    def add_rows(self, sums: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Add sums of rows by one kernel, behind a sort of the ids."""
+        add_rows(sums, ids, rows)
 
     def transposed(self, operand: QuantizedTensor) -> Transposed:
         """Return the transpose in the same memory; GEMMs of codes make a copy of it."""

@@ -29,6 +29,7 @@ from megatron_lowbit.megatron.features import ExtraTensors, Feature
 from megatron_lowbit.megatron.features.allreduce_norm import FusedAllReduceNorm
 from megatron_lowbit.megatron.features.amax_history import AmaxHistories
 from megatron_lowbit.megatron.features.cuda_graphs import CudaGraphs
+from megatron_lowbit.megatron.features.embedding import EmbeddingGradients
 from megatron_lowbit.megatron.features.logs import Fallbacks, QuantizationLog
 from megatron_lowbit.megatron.features.oscillation import OscillationResets
 from megatron_lowbit.megatron.features.quantized_parameters import QuantizedParameters
@@ -143,7 +144,7 @@ class Switches(Feature):
 # graphs, after the histories of the last step are complete.
 _FEATURES = (
     Switches, AmaxHistories, CudaGraphs, QuantizedParameters, OscillationResets, Fallbacks,
-    QuantizationLog, FusedAllReduceNorm, MXNormLayers,
+    QuantizationLog, FusedAllReduceNorm, MXNormLayers, EmbeddingGradients,
 )  # fmt: skip
 
 

@@ -44,14 +44,15 @@ STACK = 64
 """Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
-QUICK = ["nvfp4", "fp8"]
+ROWS = "rows"
+QUICK = ["nvfp4", "fp8", ROWS]
 
 
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(QUICK, id="some"),
-        pytest.param([*FORMATS, *PRODUCTS], id="all", marks=pytest.mark.slow),
+        pytest.param([*FORMATS, *PRODUCTS, ROWS], id="all", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile(names):
@@ -89,6 +90,7 @@ def main(cases: list[str]) -> None:
     from megatron_lowbit.kernels import (
         amaxes,
         conditional,
+        embedding,
         grouped_gemm,
         launch,
         launch_sections,
@@ -143,6 +145,7 @@ def main(cases: list[str]) -> None:
         (launch_sections, ["quantize_kernel", "amax_kernel"]),
         (amaxes, ["amax_kernel"]),
         (conditional, ["_record_kernel"]),
+        (embedding, ["_add_rows_kernel"]),
         (grouped_gemm, ["grouped_kernel", "stacked_kernel"]),
     ):
         for name in names:
@@ -189,6 +192,10 @@ def main(cases: list[str]) -> None:
             pair = [m._replace(stack=Stack(3 * m.rows[0], terms, begin, begin)) for m in pair]
         grouped_gemm.multiply_groups(*pair, SeparateMatrices([out] * 3), beta)
         print(name)
+    if ROWS in cases:
+        sums = torch.empty(64, 512, device="meta")
+        embedding.add_rows(sums, torch.empty(256, dtype=torch.int64, device="meta"), x)
+        print(ROWS)
 
 
 if __name__ == "__main__":
