@@ -141,12 +141,20 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def add_own_arguments(
     parser: argparse.ArgumentParser, titles: Iterable[str] = tuple(_OWN_GROUPS)
 ) -> argparse.ArgumentParser:
-    """Add all groups of arguments that Megatron-LM does not have, or some; return the parser."""
+    """Add all groups of arguments that Megatron-LM does not have, or some; return the parser.
+
+    Args:
+        parser: Megatron-LM's; its ``--cross-entropy-fusion-impl`` accepts ``liger`` from now on.
+        titles: titles of the groups.
+    """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     guard_checkpoint_arguments()
     for title in titles:
         ArgumentGroupFactory(_OWN_GROUPS[title]).build_group(parser, title)
+    loss = parser._option_string_actions["--cross-entropy-fusion-impl"]
+    loss.choices = (*(loss.choices or ()), "liger")
+    loss.help = f"{loss.help} If 'liger', liger-kernel's Triton kernels are used."
     return parser
 
 
@@ -171,9 +179,8 @@ def front_parser() -> command_line.CommandParser:
         allow_abbrev=False,
         formatter_class=partial(command_line.HelpFormatter, width=command_line.HELP_WIDTH),
     )
-    add_own_arguments(parser)
     command_line.add_print_completion(parser)
-    add_megatron_arguments(parser)
+    add_own_arguments(add_megatron_arguments(parser))
     # Put this project's groups first in the help, before argparse's "options".
     parser._action_groups.sort(key=lambda group: group.title not in _OWN_GROUPS)
     for group in parser._action_groups:

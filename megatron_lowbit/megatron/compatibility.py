@@ -23,7 +23,8 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
         recipe: None without ``--precision-recipe``.
     """
     described = on_described_machine(args)
-    rows = [attention_mask(described), local_layers(described), saves(args), gemma_layers(args)]
+    rows = [attention_mask(described), local_layers(described), fused_loss(described)]
+    rows += [saves(args), gemma_layers(args)]
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -86,6 +87,16 @@ def local_layers(args: Namespace) -> Rows:
         f"--cuda-graph-impl transformer_engine {local} layers in virtual pipeline stages have "
         "other losses than without graphs; leave out the stages": (
             args.cuda_graph_impl == "transformer_engine" and virtual
+        ),
+    }
+
+
+def fused_loss(args: Namespace) -> Rows:
+    """Return an implementation of the fused loss without the argument that fuses it."""
+    liger = args.cross_entropy_fusion_impl == "liger"
+    return {
+        "--cross-entropy-fusion-impl liger needs --cross-entropy-loss-fusion": (
+            liger and not args.cross_entropy_loss_fusion
         ),
     }
 

@@ -127,7 +127,7 @@ def rank_memory(
         columns = vocabulary // args.tensor_model_parallel_size
         logits = tokens_of(args) * columns
         table = columns * args.hidden_size * BF16
-        # Cross-entropy, fused or not, copies BF16 logits to FP32, and back in the backward pass;
+        # Cross-entropy, however fused, copies BF16 logits to FP32, and back in the backward pass;
         # with them are the final norm's input and output, then the gradients of that norm's output
         # and of the table.
         loss = Amounts({"logits": logits * (BF16 + FP32), "working memory": 2 * stream})

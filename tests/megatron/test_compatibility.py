@@ -26,6 +26,7 @@ USUAL = {
     "log_quantization_error_interval": 0, "masked_softmax_fusion": False, "save": None,
     "tensorboard_dir": None, "wandb_project": None, "swiglu": False, "squared_relu": False,
     "quick_geglu": False, "context_parallel_size": 1, "position_embedding_type": "rope",
+    "cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native",
 }  # fmt: skip
 
 
