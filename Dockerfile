@@ -74,13 +74,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # Compiled against the image's torch: a wheel for a torch of nearly the same version may load and
 # fail later. MAX_JOBS: how many files at once, each of which may take gigabytes of memory. Without
 # what they require: that is here, but for a newer cudnn-frontend, which only the fused MLP of
-# Transformer Engine's experts imports.
+# Transformer Engine's experts imports. liger-kernel has nothing to compile.
 ARG MAX_JOBS=4
 RUN --mount=type=cache,target=/root/.cache/pip \
     export MAX_JOBS NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
         MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
     && python -m pip install --no-deps \
-        transformer_engine==2.20.2 transformer_engine_cu13==2.20.2 \
+        transformer_engine==2.20.2 transformer_engine_cu13==2.20.2 liger-kernel==0.8.5 \
     && python -m pip install --no-deps --no-build-isolation \
         transformer_engine_torch==2.20.2 causal-conv1d==1.6.1 mamba-ssm==2.3.1
 

@@ -45,6 +45,7 @@ def test_extras():
     assert INSTALL_TRANSFORMER_ENGINE.endswith(f"'{extras['te'][0]}'")
     assert all("==" in requirement for requirement in extras["te"] + extras["mamba"])
     assert [name.partition("==")[0] for name in extras["mamba"]] == ["causal-conv1d", "mamba-ssm"]
+    assert set(extras["liger"]) < set(extras["test"])
 
 
 def test_one_ruff():

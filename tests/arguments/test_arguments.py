@@ -100,11 +100,13 @@ def test_lines_are_printed_only_on_rank_0(monkeypatch, capsys):
 
 def test_any_script_can_add_the_arguments_of_recipes(monkeypatch):
     line = TINY + "--precision-recipe fp8-tile nvfp4 --log-quantization-error-interval"
+    line += " --cross-entropy-loss-fusion --cross-entropy-fusion-impl liger"
     monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(line)])
     args = parse_and_validate_args(extra_args_provider=arguments.add_recipe_arguments)
     assert args.precision_recipe == ["fp8-tile", "nvfp4"]
     assert (args.recipe_set, args.mxnorm, args.mxnorm_p) == ([], False, 2.0)
     assert args.log_quantization_error_interval == 1000 and args.save_keep_last is None
+    assert args.cross_entropy_fusion_impl == "liger"
 
 
 def test_mxnorm_is_a_normalization():
@@ -268,6 +270,7 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
         --cuda-graph-impl local --tp-comm-overlap --moe-permute-fusion --async-strategy nvrx
         --use-megatron-fsdp --ckpt-format fsdp_dtensor --fp16 --lr 1
         --async-save --use-persistent-ckpt-worker --grad-reduce-in-bf16
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl liger
     """)  # fmt: skip
     args = parser.parse_args(words.tokens())
     assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
@@ -281,7 +284,10 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
     assert not (args.async_save or args.use_persistent_ckpt_worker)
     gradients = "on a CPU: left out --grad-reduce-in-bf16: gradients are FP32 there"
     assert any(line.startswith(gradients) for line in lines) and not args.grad_reduce_in_bf16
-    assert len(lines) == 14
+    loss = "on a CPU: left out --cross-entropy-fusion-impl liger: its fused kernel needs a GPU"
+    assert loss in lines and not args.cross_entropy_loss_fusion
+    assert args.cross_entropy_fusion_impl == "native"
+    assert len(lines) == 16
 
 
 def test_what_a_cpu_can_do_stays(parser):

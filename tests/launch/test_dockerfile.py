@@ -105,7 +105,7 @@ def test_labels(stage):
 def test_the_gpu_image_has_the_versions_of_the_extras():
     commands = " ".join(of("gpu", "RUN"))
     extras = PROJECT["optional-dependencies"]
-    for requirement in map(Requirement, extras["te"] + extras["mamba"]):
+    for requirement in map(Requirement, extras["te"] + extras["mamba"] + extras["liger"]):
         # Transformer Engine is in three packages.
         assert set(re.findall(rf"{requirement.name}\w*==(\S+)", commands)) == {
             str(requirement.specifier).removeprefix("==")

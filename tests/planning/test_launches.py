@@ -12,6 +12,8 @@ from megatron_lowbit.planning.estimate import WAITING, repeated, waiting
 from megatron_lowbit.planning.hardware import gpu
 
 # isort: split
+from liger_kernel.megatron import LigerMegatronCrossEntropy
+from liger_kernel.ops import vocab_parallel_cross_entropy as liger
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 SMALL = (
@@ -22,8 +24,9 @@ EXPERTS = (
     SMALL + "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --precision-recipe bf16 "
 )
 TOKENS, VOCABULARY = 64, 512
-SPARSE = {"index", "index_put_"}
-"""Operations that read or write one logit a token."""
+SPARSE = {"index", "index_put_", "empty"}
+"""Operations that read or write one logit a token, or none."""
+LIGER = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl liger"
 
 
 @pytest.mark.parametrize(
@@ -121,14 +124,44 @@ class Traffic(TorchDispatchMode):
         return result
 
 
+class Launches(dict):
+    """Stand-in of a Triton kernel; it counts its arguments' bytes, each a number of times."""
+
+    def __init__(self, traffic: Traffic, times: int) -> None:
+        self.traffic, self.times = traffic, times
+
+    def __missing__(self, grid):
+        def launch(**arguments):
+            tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
+            large = [x.nbytes for x in tensors if x.numel() == TOKENS * VOCABULARY]
+            self.traffic.moved += self.times * sum(large)
+
+        return launch
+
+
 def test_the_loss_moves_the_bytes_of_megatron_lms_operations(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    check_traffic(lambda *given: vocab_parallel_cross_entropy(*given, tp_group=object()), Traffic())
+
+
+def test_the_loss_moves_the_bytes_of_liger_kernels_operations(monkeypatch):
+    """The first kernel reads logits and writes exponentials; the second reads and writes those."""
+    traffic = Traffic()
+    for name, times in (("forward", 1), ("backward", 2)):
+        kernel = f"liger_vocab_parallel_ce_{name}_kernel"
+        monkeypatch.setattr(liger, kernel, Launches(traffic, times))
+    check_traffic(LigerMegatronCrossEntropy(), traffic, LIGER)
+
+
+def check_traffic(loss, traffic: Traffic, more: str = "") -> None:
+    """Check that a plan counts the bytes of a loss, forward and backward."""
     logits = torch.randn(TOKENS, 1, VOCABULARY, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(VOCABULARY, (TOKENS, 1))
-    with Traffic() as traffic:
-        vocab_parallel_cross_entropy(logits, target, tp_group=object()).sum().backward()
+    with traffic:
+        loss(logits, target).sum().backward()
     assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
-    args = parse("--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16")
+    model = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16"
+    args = parse(f"{model} {more}")
     device = Device(gpu("h200"), accumulate=False)
 
     def seconds(vocabulary: int) -> float:

@@ -1,0 +1,179 @@
+"""The loss by liger-kernel: against float64, and in models against Megatron-LM's own.
+
+As a script this file is one rank of a job: it calls :func:`compare`.
+"""
+
+import shlex
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.loss import replace_losses, token_losses, use_liger_loss
+from megatron_lowbit.megatron.pretrain import teardown
+from megatron_lowbit.megatron.recipe_hook import model_config_of
+from tests.megatron.test_compatibility import hooks
+
+# isort: split
+from liger_kernel.megatron import LigerMegatronCrossEntropy
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+LIGER = {"cross_entropy_fusion_impl": "liger", "cross_entropy_loss_fusion": True}
+IGNORED = -100
+BATCH, LENGTH, VOCABULARY = 2, 16, 96
+COMMON = f"""
+    --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --disable-bias-linear
+    --hidden-dropout 0 --attention-dropout 0 --seq-length {LENGTH}
+    --max-position-embeddings {LENGTH} --micro-batch-size {BATCH} --train-iters 1 --lr 1 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1
+    --transformer-impl local --no-gradient-accumulation-fusion
+"""
+MODELS = {
+    "GPT": "--num-layers 1 --swiglu --position-embedding-type rope",
+    "GPT with MTP": "--num-layers 1 --swiglu --mtp-num-layers 1 --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights",
+    "hybrid with MTP": "--hybrid-layer-pattern M*-/*- --mamba-state-dim 8 --mamba-head-dim 16 "
+    "--mamba-num-groups 2 --position-embedding-type none",
+}
+TP2 = "--tensor-model-parallel-size 2"
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models on the CPU")
+
+
+def exact(logits, labels, weights):
+    """Return losses, gradients of their weighted sum, and probabilities times weights, in FP64."""
+    x = logits.detach().double()
+    log_sum = x.logsumexp(-1, keepdim=True)
+    kept = (labels != IGNORED).unsqueeze(-1)
+    indices = labels.clamp(min=0).unsqueeze(-1)
+    losses = (log_sum - x.gather(-1, indices)) * kept
+    probabilities = (x - log_sum).exp() * kept * weights.double().unsqueeze(-1)
+    target = torch.zeros_like(x).scatter_(-1, indices, 1.0) * kept
+    return losses[..., 0], probabilities - target * weights.unsqueeze(-1), probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("batch", "length", "vocabulary"),
+    # In one block of the kernels, and in two; the last is as large as a model's.
+    [(2, 5, 1000), (1, 3, 40000), pytest.param(2, 256, 32000, marks=pytest.mark.gpu)],
+)
+def test_losses_and_gradients_are_those_of_float64(batch, length, vocabulary, dtype):
+    """BF16 rounds gradients to 8 bits, FP16 to 11, with subnormal ones in steps of 2^-24.
+
+    In FP32, differences of logits up to 64, the levels of a sum's tree and a few operations more
+    are each rounded by 2^-24 of a probability.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    draws = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(length, batch, vocabulary, generator=draws)
+    logits = logits.to(device, dtype).requires_grad_()
+    labels = torch.randint(vocabulary, (batch, length), generator=draws).to(device)
+    labels[0, 1] = IGNORED
+    weights = torch.rand(batch, length, generator=draws).to(device)
+    weights[0, 0] = 0  # a masked token
+    before = logits.detach().clone()
+    chunk = SimpleNamespace(pg_collection=SimpleNamespace(tp=None))
+
+    losses = token_losses(chunk, labels, logits)
+    losses.mul(weights).sum().backward()
+    expected, gradients, probabilities = exact(logits, labels.t(), weights.t())
+
+    slack = 128 * 2.0**-24
+    assert losses.dtype is torch.float32 and losses.is_contiguous()
+    assert ((losses.t() - expected).abs() <= slack).all()
+    assert losses[0, 1] == 0
+    assert logits.grad.dtype is dtype
+    rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}[dtype]
+    step = 2.0**-25 if dtype is torch.float16 else 0.0
+    bound = rounding * gradients.abs() + 1.01 * slack * probabilities + step
+    assert ((logits.grad - gradients).abs() <= bound).all()
+    assert not logits.grad[:2, 0].any()
+    assert torch.equal(logits.detach(), before)  # Multi-token prediction reads them again.
+
+
+def losses_and_gradients(model):
+    """Return the loss of each token and the gradient of each parameter of a model."""
+    tokens = (torch.arange(BATCH * (LENGTH + 1)) * 37 % VOCABULARY).view(BATCH, LENGTH + 1)
+    mask = torch.ones(BATCH, LENGTH)
+    mask[1, -3:] = 0
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    model.zero_grad()
+    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=mask)
+    (losses * mask).sum().backward()
+    return losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def compare(line: str) -> None:
+    """Compare a model's losses and gradients by liger-kernel with those by Megatron-LM."""
+    with pytest.MonkeyPatch.context() as patch, teardown():
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        args = parse_arguments(shlex.split(COMMON + line))
+        config = model_config_of(args)
+        if args.world_size == 1:
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        else:
+            torch.distributed.init_process_group("gloo")
+        parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
+        model_parallel_cuda_manual_seed(5)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        model = config.get_builder_cls()(config).build_model(groups)
+        expected, gradients = losses_and_gradients(model)
+
+        calls, upstream = [], LigerMegatronCrossEntropy.forward
+        patch.setattr(LigerMegatronCrossEntropy, "forward",
+                      lambda *given: calls.append(None) or upstream(*given))  # fmt: skip
+        assert replace_losses([model]) == [model]
+        losses, found = losses_and_gradients(model)
+        assert len(calls) == 1 + ("--mtp-num-layers" in line or "/" in line)
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+        for name, gradient in found.items():
+            error = (gradient - gradients[name]).norm() / gradients[name].norm()
+            assert error <= 1e-5, (name, error)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("model", MODELS)
+def test_models_have_megatron_lms_losses_and_gradients(model):
+    compare(MODELS[model])
+
+
+@on_a_cpu
+@pytest.mark.parametrize("more", ["", "--sequence-parallel"])
+def test_ranks_that_share_the_vocabulary_have_megatron_lms_losses(run_ranks, more):
+    run_ranks(__file__, 2, f"{MODELS['GPT with MTP']} {TP2} {more}", timeout=100)
+
+
+@pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
+def test_one_hook_with_a_recipe_and_without(recipe, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    usual = hooks(recipe)
+    assert hooks(recipe, **LIGER)[:1] == [replace_losses]
+    assert len(hooks(recipe, **LIGER)) == len(usual) + 1
+
+
+def test_the_loss_must_be_fused():
+    with pytest.raises(UserError, match=r"^--cross-.* liger needs --cross-entropy-loss-fusion$"):
+        hooks(None, **LIGER | {"cross_entropy_loss_fusion": False})
+
+
+@on_a_cpu
+def test_a_cpu_is_refused():
+    with pytest.raises(UserError, match=r"^--cross-entropy-fusion-impl liger: .* give native$"):
+        hooks(None, **LIGER)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel.megatron", None)
+    with pytest.raises(UserError, match=r"^--cross.* liger: .*megatron-lowbit\[liger\]'$"):
+        use_liger_loss(SimpleNamespace(pre_wrap_hooks=[]))
+
+
+if __name__ == "__main__":
+    compare(sys.argv[1])
