@@ -73,7 +73,7 @@ _REPLACED = {
     "wgrad of fp8-delayed takes its place": "--no-fp8-wgrad",
     "the recipes' scales have no margin": "--fp8-margin",
     "the recipes update scales in every iteration": "--fp8-interval",
-    "the recipes leave the output layer in high precision": "--fp8-output-proj",
+    "output_layer of the recipe takes its place": "--fp8-output-proj",
     "Transformer Engine's layers keep BF16 weights under a recipe, and local ones codes by "
     "--quantized-param-gather": "--fp8-param-gather --fp4-param-gather",
     "it is about weights that Transformer Engine stores quantized":

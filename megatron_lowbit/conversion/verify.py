@@ -153,7 +153,7 @@ def _of_megatron(
             name: LinearPrecision(replace(precision.fprop, lhs=None))
             for name, precision in recipe.configs.items()
         }
-        recipe = replace(recipe, configs=weights, switches=())
+        recipe = replace(recipe, configs=weights, switches=(), output_layer=None)
     rows = opened.model[EMBEDDING].size[0]
     arguments = [
         *shlex.split(argument_file(converted.name, converted.model), comments=True),

@@ -28,6 +28,8 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
+        if recipe.takes_output_layer:
+            rows.append(output_layer(args))
         rows += [cuda_graphs(described, recipe), mxnorm(args, recipe), oscillation(args, recipe)]
         rows += [fused_allreduce_norm(args), quantized_param_gather(args), quantization_log(args)]
     for each in rows:
@@ -148,6 +150,21 @@ def quantized_layers(args: Namespace) -> Rows:
     }  # fmt: skip
     return {
         f"{flag} under a recipe: {reason}; leave it out": given
+        for flag, (reason, given) in reasons.items()
+    }
+
+
+def output_layer(args: Namespace) -> Rows:
+    """Return arguments with which Megatron-LM computes the output layer's products itself."""
+    shards = vars(args).get("gtp_weight_remat_size", 1)
+    reasons = {
+        "--defer-embedding-wgrad-compute": (
+            "its wgrad, after the last microbatch, is in BF16", args.defer_embedding_wgrad_compute
+        ),
+        "--tensor-parallel-num-weight-shards": ("its weight would not be whole", shards > 1),
+    }  # fmt: skip
+    return {
+        f"{flag} does not go with a recipe's output_layer: {reason}; leave one of them out": given
         for flag, (reason, given) in reasons.items()
     }
 

@@ -210,15 +210,21 @@ class RecipeHook:
         first_expert = first_local_expert(chunk.config)
         for name, module in layers.linears_of(chunk).items():
             if (layer := layer_of(chunk, name, first_expert)) is not None:
-                plan = LayerPlan(
-                    layer,
-                    self.current.precision_for(layer),
-                    self.engine,
-                    accumulate_main_grad=chunk.config.gradient_accumulation_fusion,
-                    norm=mxnorm_of(self.args),
-                    evaluates=self.args.eval_precision == "recipe",
-                )
-                yield layers.take_over(module, plan)
+                yield layers.take_over(module, self._plan(chunk, layer))
+        if self.recipe.takes_output_layer and chunk.post_process:
+            # Under both implementations this layer is Megatron-LM's own.
+            layer = Layer.output(chunk.config.num_layers)
+            yield local.take_over(chunk.output_layer, self._plan(chunk, layer))
+
+    def _plan(self, chunk: torch.nn.Module, layer: Layer) -> LayerPlan:
+        return LayerPlan(
+            layer,
+            self.current.precision_for(layer),
+            self.engine,
+            accumulate_main_grad=chunk.config.gradient_accumulation_fusion,
+            norm=mxnorm_of(self.args),
+            evaluates=self.args.eval_precision == "recipe",
+        )
 
     def check(self, layers: list[Layer]) -> None:
         """Raise UserError where the recipe does not fit the whole model's layers."""
@@ -292,8 +298,14 @@ def _describe(
         capability = capability or torch.cuda.get_device_capability()
         lines = {}
         for layer in layers:
-            name = recipe.config_for(layer) or "high precision"
-            lines[f"  {name}: {kernels(recipe.precision_for(layer), capability)} kernels"] = None
+            name, precision = (
+                recipe.config_for(layer) or "high precision",
+                recipe.precision_for(layer),
+            )
+            whose = kernels(precision, capability)
+            if layer.is_output:
+                name, whose = layer.path, "this project's" if precision.quantized else "torch's"
+            lines[f"  {name}: {whose} kernels"] = None
         yield from lines
 
 

@@ -130,12 +130,11 @@ of these and casts them.
 """
 
 
-def head_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
-    """Time the final norm, the output layer and the loss; ``vocabulary`` is padded."""
-    tokens, columns = tokens_of(args), vocabulary // args.tensor_model_parallel_size
-    passes = Passes.none()
-    _linear(args, Linear(args.hidden_size, columns), tokens, device, passes)
-    logits, norm = tokens * columns, tokens * args.hidden_size * BF16
+def head_times(args: Namespace, head: Linear, device: Device) -> Passes:
+    """Time the final norm, the output layer ``head`` and the loss."""
+    tokens, passes = tokens_of(args), Passes.none()
+    _linear(args, head, tokens, device.of_head, passes)
+    logits, norm = tokens * head.outputs, tokens * args.hidden_size * BF16
     fusion = args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else None
     there, back = _LOSS_BYTES[fusion]
     passes.forward["elementwise"] += device.moved(there * logits + 2 * norm)
@@ -143,9 +142,12 @@ def head_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
     return passes
 
 
-def embedding_time(args: Namespace, vocabulary: int, device: Device) -> float:
-    """Time the table's dense gradient: set to zero, written, added to the main gradient."""
-    return device.moved(14 * (vocabulary // args.tensor_model_parallel_size * args.hidden_size))
+def embedding_time(head: Linear, device: Device) -> float:
+    """Time the dense gradient of a table as large as the output layer.
+
+    It is set to zero, written, and added to the main gradient.
+    """
+    return device.moved(14 * head.weights)
 
 
 def gradient_bytes(args: Namespace) -> int:

@@ -98,6 +98,11 @@ class Device(NamedTuple):
         """Bytes of memory that torch's tensors may fill."""
         return (self.gpu["memory_gib"] - self.gpu["reserve_gib"]) * GIB
 
+    @property
+    def of_head(self) -> "Device":
+        """The GPU as the output layer uses it: that is never Transformer Engine's."""
+        return self._replace(transformer_engine=False)
+
     def gemm(self, precision: LinearPrecision, gemm: Gemm) -> str:
         """Return the name of the GEMM that computes one of a linear layer's GEMMs."""
         return gemm_name(precision, gemm, self.gpu.capability, self.transformer_engine)

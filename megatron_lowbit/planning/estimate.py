@@ -32,9 +32,11 @@ from megatron_lowbit.planning.model import (
     Parameters,
     Part,
     local_tokens,
+    output_layer,
     parameters,
     tokens_of,
 )
+from megatron_lowbit.recipes import Recipe
 
 WAITING = "waiting for the CPU"
 BUBBLE = "pipeline bubble"
@@ -91,14 +93,16 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    layout: Layout, args: Namespace, stages: list[Counter[Part]], vocabulary: int, device: Device
-) -> Estimate:
+    layout: Layout, args: Namespace, stages: list[Counter[Part]], recipe: Recipe, vocabulary: int,
+    device: Device,
+) -> Estimate:  # fmt: skip
     """Estimate the figures of a layout, in which training has these arguments.
 
     ``stages``: parts of each pipeline stage, where equal stages are the same object.
     ``vocabulary`` is without padding.
     """
     padded = padded_vocabulary(args, vocabulary, layout.tensor)
+    head = output_layer(args, recipe, padded)
     alike: dict[tuple[int, ...], tuple[Parameters, Passes]] = {}
     counts, times, memory = [], [], []
     for stage, parts in enumerate(stages):
@@ -106,11 +110,11 @@ def estimate(
         key = id(parts), first, last, layout.recomputed_layers(stage)
         if key not in alike:
             count = parameters(args, parts, padded, first, last)
-            alike[key] = count, _stage_times(args, parts, layout, stage, padded, device)
+            alike[key] = count, _stage_times(args, parts, layout, stage, head, device)
         count, passes = alike[key]
         counts.append(count)
         times.append(passes)
-        memory.append(rank_memory(args, parts, count, layout, stage, padded, device))
+        memory.append(rank_memory(args, parts, count, layout, stage, head, device))
     seconds = _step(args, stages, times, counts, layout, device)
     tokens = layout.data * layout.microbatches * tokens_of(args)
     counted = Namespace(**vars(args) | {"padded_vocab_size": padded})
@@ -125,9 +129,8 @@ def padded_vocabulary(args: Namespace, vocabulary: int, tensor: int) -> int:
 
 
 def _stage_times(
-    args: Namespace, parts: Counter[Part], layout: Layout, stage: int, vocabulary: int,
-    device: Device,
-) -> Passes:  # fmt: skip
+    args: Namespace, parts: Counter[Part], layout: Layout, stage: int, head: Linear, device: Device
+) -> Passes:
     """Time one microbatch in one stage, and what it does once a step."""
     passes = Passes.none()
     for part, number in parts.items():
@@ -136,9 +139,9 @@ def _stage_times(
         recomputed = passes.forward.total() * layout.recomputed_share(stage)
         passes.backward["recomputation"] = recomputed
     if stage == 0:
-        passes.backward["elementwise"] += embedding_time(args, vocabulary, device)
+        passes.backward["elementwise"] += embedding_time(head, device)
     if stage == layout.pipeline - 1:
-        passes.add(head_times(args, vocabulary, device))
+        passes.add(head_times(args, head, device))
     if layout.pipeline > 1 and layout.virtual == 1:  # interleaved, transfers overlap
         sent = local_tokens(args) * args.hidden_size * BF16
         link = device.link(layout.pipeline, layout.tensor * layout.data, ring=False)

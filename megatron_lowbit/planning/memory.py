@@ -95,9 +95,9 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 def rank_memory(
     args: Namespace, parts: Counter[Part], count: Parameters, layout: Layout, stage: int,
-    vocabulary: int, device: Device,
+    head: Linear, device: Device,
 ) -> Memory:  # fmt: skip
-    """Estimate the peak of a rank in one pipeline stage; ``vocabulary`` is padded."""
+    """Estimate the peak of a rank in one pipeline stage; ``head`` is the model's output layer."""
     held = state(args, count)
     if not device.accumulate:
         held = Amounts(weights=held["weights"])
@@ -120,18 +120,22 @@ def rank_memory(
         kept *= 1 - share
         kept["recomputed layers' inputs"] = layout.recomputed_layers(stage) * stream
     held.add(kept, in_flight(layout, stage))
+    is_last = stage == layout.pipeline - 1
+    if is_last:  # which has the output layer
+        is_exact = device.of_head.gemm(head.precision, Gemm.FPROP) == EXACT
+        held["quantized weights"] += sum(quantized_weight_bytes(head, is_exact))
     moments = {
         "backward of a layer": held + recomputed + _backward_of_a_layer(args, parts, device),
     }
-    if stage == layout.pipeline - 1:
-        columns = vocabulary // args.tensor_model_parallel_size
-        logits = tokens_of(args) * columns
-        table = columns * args.hidden_size * BF16
+    if is_last:
+        logits = tokens_of(args) * head.outputs
         # Cross-entropy, however fused, copies BF16 logits to FP32, and back in the backward pass;
         # with them are the final norm's input and output, then the gradients of that norm's output
-        # and of the table.
+        # and of the table, and quantized operands.
         loss = Amounts({"logits": logits * (BF16 + FP32), "working memory": 2 * stream})
-        backward = Amounts({"logits": logits * BF16, "working memory": 3 * stream + table})
+        working = 3 * stream + BF16 * head.weights
+        working += _quantized_operands(head, tokens_of(args), device.of_head)
+        backward = Amounts({"logits": logits * BF16, "working memory": working})
         moments |= {"loss": held + loss, "backward of the output layer": held + backward}
     moment = max(moments, key=lambda name: moments[name].total())
     return Memory({name: size for name, size in moments[moment].items() if size > 0}, moment)
@@ -156,15 +160,21 @@ def _backward_of_a_layer(args: Namespace, parts: Counter[Part], device: Device) 
 
 
 def _linear_backward(args: Namespace, linear: Linear, rows: int, device: Device) -> float:
-    precision = linear.precision
     needed = rows * (linear.outputs + linear.inputs) * BF16
     # Autograd gets an empty BF16 gradient in the place of one that is already added.
     needed += linear.weights * (weight_gradient_bytes(args, linear, device) or BF16)
-    if precision.quantized:
-        gradient = rows * linear.outputs
-        needed += (gradient + linear.weights) * operand_bytes(device.gemm(precision, Gemm.DGRAD))
-        needed += gradient * operand_bytes(device.gemm(precision, Gemm.WGRAD))
-    return needed
+    return needed + _quantized_operands(linear, rows, device)
+
+
+def _quantized_operands(linear: Linear, rows: int, device: Device) -> float:
+    """Return the bytes of the gradient's and the weight's operands in a linear layer's backward."""
+    precision, gradient = linear.precision, rows * linear.outputs
+    if not precision.quantized:
+        return 0.0
+    dgrad = operand_bytes(device.gemm(precision, Gemm.DGRAD))
+    return (gradient + linear.weights) * dgrad + gradient * operand_bytes(
+        device.gemm(precision, Gemm.WGRAD)
+    )
 
 
 def quantized_weight_bytes(

@@ -132,6 +132,13 @@ def stages(
     return [counts[counts.index(parts)] for parts in counts]
 
 
+def output_layer(args: Namespace, recipe: Recipe, vocabulary: int) -> Linear:
+    """Return the output layer, of a vocabulary that is padded for the tensor-parallel ranks."""
+    precision = recipe.precision_for(Layer.output(args.num_layers))
+    columns = vocabulary // args.tensor_model_parallel_size
+    return Linear(args.hidden_size, columns, precision)
+
+
 def layers(args: Namespace) -> list[Layer]:
     """Return the linear layers for a recipe's rules, with the first expert of each layer."""
     return [layer for block, name in _blocks(args) for layer in _layers(args, block, name)]

@@ -16,6 +16,7 @@ from megatron_lowbit.planning.hardware import gpu, gpu_names
 from megatron_lowbit.planning.model import parameters
 from megatron_lowbit.planning.search import MOST_GPUS, Plan, changes, enough_gpus, plan_run
 from megatron_lowbit.planning.training_arguments import TrainingArguments
+from megatron_lowbit.recipes import Layer
 
 _DAY = 86400
 _DATA = (
@@ -130,6 +131,9 @@ def _gemms(run: Plan) -> Iterator[tuple[str, GemmPrecision, str, int]]:
         for linear in part.linears:
             for gemm, precision in linear.precision.gemms.items():
                 yield gemm, precision, run.device.gemm(linear.precision, gemm), number
+    head = run.recipe.precision_for(Layer.output(run.args.num_layers))
+    for gemm, precision in head.gemms.items() if head.quantized else ():
+        yield gemm, precision, run.device.of_head.gemm(head, gemm), 1
 
 
 def layout_table(run: Plan, top: int) -> Table:

@@ -131,7 +131,7 @@ def plan(
         key = layout.tensor, layout.expert, layout.pipeline, layout.chunks
         if key not in divided:
             divided[key] = stages(args, recipe, layout.pipeline, layout.chunks)
-        estimates.append(estimate(layout, args, divided[key], vocabulary, device))
+        estimates.append(estimate(layout, args, divided[key], recipe, vocabulary, device))
     return estimates
 
 

@@ -64,9 +64,10 @@ def convert(
             own ``forward``, by name.
 
     Raises:
-        UserError: a recipe with switches, delayed scaling or kinds of blocks; a rule that matches
-            no linear layer; a recipe that would leave all layers in high precision; a module at
-            two paths for which the recipe has two precisions; no blocks, or ambiguous ones.
+        UserError: a recipe with switches, an output layer, delayed scaling or kinds of blocks; a
+            rule that matches no linear layer; a recipe that would leave all layers in high
+            precision; a module at two paths for which the recipe has two precisions; no blocks, or
+            ambiguous ones.
         TypeError: an argument of another type.
     """
     require_type("model", model, nn.Module, "an nn.Module")
@@ -101,6 +102,11 @@ def _check_recipe(recipe: Recipe) -> None:
         not recipe.switches,
         f"recipe {recipe.name} has switches, and convert knows no progress of a run: call "
         "convert(model, recipe.at(Progress(...))) at the start and whenever a switch is reached",
+    )
+    require(
+        not recipe.takes_output_layer,
+        f"recipe {recipe.name} has an output_layer, and convert takes layers in blocks only: leave "
+        "it out by output_layer=none",
     )
     for part in filter(None, [recipe, recipe.backward]):
         for name, matcher in part.matchers.items():

@@ -1,7 +1,6 @@
 """Recipes by name or file, and single fields of them set from the command line."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
@@ -149,31 +148,6 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, A
     return _load(name_or_path, overrides)[0]
 
 
-def keep_in_high_precision(name_or_path: str, paths: Sequence[str]) -> dict[str, Any]:
-    """Return a recipe's raw YAML data with only the linear layers ``paths`` in high precision."""
-    raw = read_recipe(name_or_path)
-    configs = {name: config for name, config in raw["configs"].items() if config}
-    matchers = {name: m for name, m in raw["matchers"].items() if m["config"] in configs}
-    if paths:
-        configs["high"] = {}
-        pattern = f"^({'|'.join(map(re.escape, paths))})$"
-        first = {"type": "regex", "pattern": pattern, "config": "high", "enabled": True}
-        matchers = {"sensitive": first, **matchers}
-    return {**raw, "configs": configs, "matchers": matchers}
-
-
-def most_sensitive(
-    scores: Mapping[str, float], sizes: Mapping[str, int], share: float
-) -> list[str]:
-    """Return the layers with the largest scores, as far as they fit into a share of all weights."""
-    left, chosen = share * sum(sizes.values()), []
-    for path in sorted(scores, key=lambda path: -scores[path]):
-        if sizes[path] <= left:
-            chosen.append(path)
-            left -= sizes[path]
-    return chosen
-
-
 def bf16_blocks(
     name: str, first: int, last: int, of_preset: bool = False
 ) -> tuple[str, ...] | None:
@@ -241,15 +215,15 @@ def _load(
     """
     raw, source = _read(name_or_path)
     load_target = None if is_target else cache(lambda name: _load(name, is_target=True)[1])
-    spec = parse_recipe(raw, source)
+    checked, spec = _checked(raw, source)
     recipe = spec.build(source, load_target)
     for path, why in spec.effects().items():
         if why is not None:
             raise UserError(f"{source}: {'.'.join(path)}: without effect, {why}; remove it")
     if not overrides:
-        return raw, recipe
+        return checked, recipe
     changed = [(override, apply_override(raw, override)) for override in overrides]
-    spec = parse_recipe(raw, source)
+    checked, spec = _checked(raw, source)
     recipe = spec.build(source, load_target)
     effects = spec.effects()
     for override, paths in changed:
@@ -261,7 +235,35 @@ def _load(
         ]
         if reasons and None not in reasons:
             raise UserError(f"--recipe-set {override}: without effect, {reasons[0]}; remove it")
-    return raw, recipe
+    return checked, recipe
+
+
+def _checked(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], RecipeSpec]:
+    """Check raw YAML data, and copy the config of a shipped recipe that ``output_layer`` names."""
+    spec = parse_recipe(raw, source)
+    name = spec.output_layer
+    if name is None or name in spec.configs:
+        return raw, spec
+    shipped = _single_configs()
+    choices = [*{**spec.configs, **shipped}]
+    near = get_close_matches(name, choices) or choices
+    require(
+        name in shipped,
+        f"{source}: output_layer: no config {name!r}; use one of {', '.join(near)}",
+    )
+    raw = {**raw, "configs": {**raw["configs"], name: shipped[name]}}
+    return raw, parse_recipe(raw, source)
+
+
+def _single_configs() -> dict[str, Any]:
+    """Return the raw config of each shipped recipe that has one precision, by the recipe's name."""
+    raws = {name: _read(name)[0] for name in shipped_recipes()}
+    configs = {name: [*filter(None, raw["configs"].values())] for name, raw in raws.items()}
+    return {
+        name: found[0] if found else {}
+        for name, found in configs.items()
+        if len(found) < 2 and not raws[name].get("switches")
+    }
 
 
 def _holds_recipes(raw: Any) -> bool:

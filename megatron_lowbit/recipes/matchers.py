@@ -18,6 +18,10 @@ KINDS = {"moe": "experts", "attention": "attention", "mamba": "mixer", "mlp": "m
 """Kinds of blocks, and the part of a module path that tells them; the first that fits."""
 
 
+OUTPUT_LAYER = "output_layer"
+"""Path of a model's output layer, whose config a recipe names by the key ``output_layer``."""
+
+
 class Layer(NamedTuple):
     """A linear layer as matchers see it.
 
@@ -29,6 +33,16 @@ class Layer(NamedTuple):
     path: str
     block: int
     num_blocks: int
+
+    @classmethod
+    def output(cls, num_blocks: int) -> "Layer":
+        """Return the output layer of a model, which is in no block and comes after the last."""
+        return cls(OUTPUT_LAYER, num_blocks, num_blocks)
+
+    @property
+    def is_output(self) -> bool:
+        """True for the output layer, which no matcher sees."""
+        return self.path == OUTPUT_LAYER
 
     @property
     def kind(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.numerics.precision import HIGH_PRECISION, LinearPrecision
-from megatron_lowbit.recipes.matchers import BlocksMatcher, Layer, Matcher
+from megatron_lowbit.recipes.matchers import OUTPUT_LAYER, BlocksMatcher, Layer, Matcher
 
 NORMALIZED = ("self_attention.linear_qkv", "mlp.linear_fc1")
 """Ends of the paths of layers that MXNorm comes before."""
@@ -61,6 +61,7 @@ class Recipe:
         switches: changes during a run, which apply in order.
         backward: another recipe, which gives dgrad and wgrad in place of this one.
         oscillation: reset of oscillating weights, in the whole run; None for none.
+        output_layer: the output layer's config; None for high precision. Matchers do not decide.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Recipe:
     switches: tuple[Switch, ...] = ()
     backward: "Recipe | None" = None
     oscillation: OscillationReset | None = None
+    output_layer: str | None = None
 
     def __repr__(self) -> str:
         lines = [f"Recipe {self.name}: {self.description}"]
@@ -78,13 +80,19 @@ class Recipe:
             fields = matcher.model_dump(exclude={"config", "enabled"}, exclude_none=True)
             selects = ", ".join(f"{field}={value}" for field, value in fields.items())
             lines.append(f"  matcher {name}: {selects} -> {matcher.config}")
+        lines += [f"  {OUTPUT_LAYER} -> {self.output_layer}"] if self.output_layer else []
         lines += [f"  switch {switch}" for switch in self.switches]
         lines += [f"  oscillation: {self.oscillation}"] if self.oscillation else []
         lines += [f"backward: {self.backward!r}"] if self.backward else []
         return "\n".join(lines)
 
     def matcher_for(self, layer: Layer) -> str | None:
-        """Return the name of the first of the recipe's own matchers that matches a layer."""
+        """Return the name of the first of the recipe's own matchers that matches a layer.
+
+        For an output layer with a config it is the name of the key.
+        """
+        if layer.is_output:
+            return OUTPUT_LAYER if self.output_layer else None
         return next((name for name, m in self.matchers.items() if m.matches(layer)), None)
 
     def matcher_names(self, layer: Layer) -> str:
@@ -94,6 +102,8 @@ class Recipe:
 
     def config_for(self, layer: Layer) -> str | None:
         """Return the name of a layer's config; None for one that no matcher matches."""
+        if layer.is_output:
+            return self.output_layer
         name = self.matcher_for(layer)
         return None if name is None else self.matchers[name].config
 
@@ -141,9 +151,18 @@ class Recipe:
 
     def precisions(self) -> Iterator[LinearPrecision]:
         """Yield every precision that layers may have in a run, before and after switches."""
+        for part in self._parts():
+            yield from part.configs.values()
+
+    @property
+    def takes_output_layer(self) -> bool:
+        """True if the output layer has a config at some time in a run."""
+        return any(part.output_layer for part in self._parts())
+
+    def _parts(self) -> Iterator["Recipe"]:
+        """Yield the recipes that a run may have in force, and their backward ones."""
         for _, phase in self.phases():
-            for part in (phase, phase.backward):
-                yield from part.configs.values() if part else ()
+            yield from filter(None, (phase, phase.backward))
 
     def check_matchers(self, layers: Sequence[Layer]) -> None:
         """Check that each matcher matches some linear layer of a model.
@@ -153,6 +172,7 @@ class Recipe:
         Raises:
             UserError: one matches none, or names a block that the model does not have.
         """
+        layers = [layer for layer in layers if not layer.is_output]
         for name, matcher in self.matchers.items():
             if isinstance(matcher, BlocksMatcher) and layers:
                 blocks = layers[0].num_blocks

@@ -3,7 +3,8 @@
 A config gives each role (``input``, ``weight``, ``grad``) a format and a rounding for all GEMMs,
 and each GEMM (``fprop``, ``dgrad``, ``wgrad``) what differs there: a Hadamard transform, or other
 settings of a role; ``fprop: null`` leaves a GEMM in high precision. ``switches`` name recipes that
-take over. ``formats`` are Python files that define formats.
+take over. ``output_layer`` names the output layer's config, for which there is no matcher.
+``formats`` are Python files that define formats.
 """
 
 from collections.abc import Callable, Iterator
@@ -300,6 +301,7 @@ class RecipeSpec(StrictModel):
     matchers: Annotated[dict[str, Matcher], Field(max_length=64)]
     switches: Annotated[dict[str, SwitchSpec], Field(max_length=16, default_factory=dict)]
     oscillation: Annotated[OscillationReset, fields_of(OscillationReset)] | None = None
+    output_layer: str | None = None
 
     def effects(self) -> dict[Path, str | None]:
         """Return the :meth:`PrecisionSpec.effects` of all configs."""
@@ -330,6 +332,11 @@ class RecipeSpec(StrictModel):
                 f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
                 f"use one of {', '.join(configs)}",
             )
+        require(
+            self.output_layer is None or self.output_layer in configs,
+            f"{source}: output_layer: no config {self.output_layer!r}; use one of "
+            f"{', '.join(configs)}",
+        )
         switches = []
         for name, switch in self.switches.items():
             if not switch.enabled:
@@ -351,6 +358,7 @@ class RecipeSpec(StrictModel):
             matchers,
             tuple(switches),
             oscillation=self.oscillation,
+            output_layer=self.output_layer,
         )
 
 

@@ -16,7 +16,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes import load
-from megatron_lowbit.recipes.matchers import Layer
+from megatron_lowbit.recipes.matchers import OUTPUT_LAYER, Layer
 from megatron_lowbit.recipes.recipe import NORMALIZED, Recipe
 
 HIGH_PRECISION_BITS = 16.0
@@ -69,6 +69,7 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
         overrides = (*load.for_sides(blocks), *overrides)
     recipe = load.load_recipes(recipes, overrides)
     layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers, shape.q_lora_rank)
+    layers += [Layer.output(layers[0].num_blocks)] if recipe.takes_output_layer else []
     recipe.check_matchers(layers)
     mxnorm = shape.normalization == "MXNorm"
     if mxnorm:
@@ -155,7 +156,8 @@ def precision_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = Fals
         label = [
             line
             for blocks, names in members.items()
-            for line in (f"{group.matcher}, blocks {blocks}:", *(f" {name}" for name in names))
+            for where in (f"{group.matcher}, blocks {blocks}:" if blocks else f"{group.matcher}:",)
+            for line in (where, *(f" {name}" for name in names))
         ]
         rows = [
             (gemm if number == 0 else "", *rest)
@@ -173,7 +175,7 @@ def line_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) ->
     for group, members in _groups(recipe, layers, mxnorm).items():
         for blocks, names in members.items():
             for row in _rows(group):
-                table.add_row(blocks, ", ".join(names), group.matcher, *row)
+                table.add_row(blocks or "-", ", ".join(names), group.matcher, *row)
     return table
 
 
@@ -190,7 +192,8 @@ def _groups(
 ) -> dict[_Group, dict[str, list[str]]]:
     """Return, for each group, names of linear layers by the blocks in which they belong to it.
 
-    A range of blocks counts only those that have a layer of the name, as in a hybrid.
+    A range of blocks counts only those that have a layer of the name, as in a hybrid. It is empty
+    for the output layer.
     """
 
     def group_of(layer: Layer) -> _Group:
@@ -209,7 +212,8 @@ def _groups(
         for group, run in groupby(same_name, group_of):
             numbers = [layer.block for layer in run]
             first, last = numbers[0], numbers[-1]
-            spans[group].append(str(first) if first == last else f"{first}-{last}")
+            span = str(first) if first == last else f"{first}-{last}"
+            spans[group].append("" if name == OUTPUT_LAYER else span)
         for group, blocks in spans.items():
             groups[group].setdefault(", ".join(blocks), []).append(name)
     return groups

@@ -1,12 +1,14 @@
 """Sensitivity of a checkpoint's linear layers to a recipe.
 
-All linear layers are quantized as the recipe says, its rules by position ignored; layers are
-ranked by the relative errors of their output and of their weight gradient, added. Weights stay as
-they are.
+All linear layers in blocks are quantized as the recipe says, its rules by position ignored; layers
+are ranked by the relative errors of their output and of their weight gradient, added. Weights stay
+as they are.
 """
 
 import os
+import re
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.folders import replace_text
-from megatron_lowbit.recipes.load import keep_in_high_precision, most_sensitive
+from megatron_lowbit.recipes.load import read_recipe
 
 OUTPUT, WEIGHT_GRADIENT = "fprop/error", "wgrad/error"
 UNUSED = (
@@ -64,7 +66,8 @@ def rank_layers(
     require("--load" in training, "give training's arguments, --load among them, after --")
     with tempfile.TemporaryDirectory() as folder:
         everywhere = Path(folder) / "everywhere.yaml"
-        everywhere.write_text(yaml.safe_dump(keep_in_high_precision(recipe, []), sort_keys=False))
+        raw = keep_in_high_precision(recipe, []) | {"output_layer": None}
+        everywhere.write_text(yaml.safe_dump(raw, sort_keys=False))
         layers, is_first_rank = _measure(training, str(everywhere), batches)
     if is_first_rank:
         _report(recipe, share, output, layers)
@@ -118,6 +121,32 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
         outputs, gradients = zip(*measured, strict=True)
         layers[path] = LayerErrors(fmean(outputs), fmean(gradients), weights[path])
     return layers, args.rank == 0
+
+
+def keep_in_high_precision(name_or_path: str, paths: Sequence[str]) -> dict[str, Any]:
+    """Return a recipe's raw YAML data with only the linear layers ``paths`` in high precision."""
+    raw = read_recipe(name_or_path)
+    kept = raw.get("output_layer")
+    configs = {name: config for name, config in raw["configs"].items() if config or name == kept}
+    matchers = {name: m for name, m in raw["matchers"].items() if m["config"] in configs}
+    if paths:
+        configs["high"] = {}
+        pattern = f"^({'|'.join(map(re.escape, paths))})$"
+        first = {"type": "regex", "pattern": pattern, "config": "high", "enabled": True}
+        matchers = {"sensitive": first, **matchers}
+    return {**raw, "configs": configs, "matchers": matchers}
+
+
+def most_sensitive(
+    scores: Mapping[str, float], sizes: Mapping[str, int], share: float
+) -> list[str]:
+    """Return the layers with the largest scores, as far as they fit into a share of all weights."""
+    left, chosen = share * sum(sizes.values()), []
+    for path in sorted(scores, key=lambda path: -scores[path]):
+        if sizes[path] <= left:
+            chosen.append(path)
+            left -= sizes[path]
+    return chosen
 
 
 def _report(recipe: str, share: float, output: Path | None, layers: dict[str, LayerErrors]) -> None:

@@ -18,6 +18,11 @@ FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad
 # One of each kind; experts are in test_experts.py, distributed optimizers in test_resharding.py.
 FAST_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2-interleaved", "DP2")}
 FAST_RECIPES = {"nvfp4-group": RECIPES["nvfp4-group"]}
+# The output layer's weight is split, a copy of the embedding's, and taken by predictions, too.
+OUTPUT_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2-tied", "TP2+SP-mtp")}
+OUTPUT_RECIPES = {
+    "output": Recipe("--precision-recipe fp8-tile --recipe-set output_layer=fp8-tile")
+}
 # Compared with each other, on one process.
 SIGNS = {
     "mxfp4-backward": RECIPES["mxfp4-backward"],
@@ -66,6 +71,12 @@ def test_layouts_agree(composed, data):
     record = composed(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], iterations=1)
     check(record, FAST_LAYOUTS, FAST_RECIPES)
     assert all([*cell["steps"]] == ["3"] for cell in record["cells"])
+
+
+@pytest.mark.slow
+def test_layouts_agree_with_a_quantized_output_layer(composed, data):
+    record = composed(OUTPUT_LAYOUTS, OUTPUT_RECIPES, [*data, *FAST], iterations=1)
+    check(record, OUTPUT_LAYOUTS, OUTPUT_RECIPES)
 
 
 @pytest.mark.slow

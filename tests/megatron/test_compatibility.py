@@ -49,6 +49,21 @@ def test_local_experts_with_biases_are_trained_by_a_hook():
 @pytest.mark.parametrize(
     ("name", "value", "flag"),
     [
+        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
+        ("gtp_weight_remat_size", 2, "--tensor-parallel-num-weight-shards"),
+    ],
+)
+def test_arguments_that_compute_the_output_layer_are_refused(name, value, flag):
+    recipe = load_recipe("nvfp4", "output_layer=fp8-tile")
+    args = Namespace(**{**USUAL, "defer_embedding_wgrad_compute": False, name: value})
+    with pytest.raises(UserError, match=f"^{flag} does not go with a recipe's output_layer: "):
+        compatibility.check(args, recipe)
+    compatibility.check(args, load_recipe("nvfp4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
         ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
         ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
         ("fp8", "e4m3", "--fp8-format"),

@@ -1,6 +1,7 @@
 """CUDA graphs under a recipe: keys in memory, weights, passes that are thrown away."""
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -108,6 +109,20 @@ def test_gradients_are_added_behind_the_first_microbatch(change, monkeypatch):
             shares.append(float(layer.context(UNSHARDED).main_grad_beta))
     assert shares == ([1.0] * 6 if change else [0.0, 1.0, 1.0] * 2)
     assert expert.context(UNSHARDED).main_grad_beta is None
+
+
+def test_the_output_layer_is_left_out(monkeypatch):
+    """It is not captured, and keeps its quantized weight for a whole step."""
+    monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
+    (layer,) = states("nvfp4")
+    output = LayerState(replace(layer.plan, layer=Layer.output(10)), CPU)
+    made = installed([output, layer])
+    made.begin_step(0, training=True)
+    made.begin_pass()
+    context = output.context(UNSHARDED)
+    assert context.main_grad_beta is None and isinstance(context.key, int)
+    assert context.weight_cache is output.weight_cache
+    assert layer.context(UNSHARDED).weight_cache is None
 
 
 class Linear(torch.nn.Module):

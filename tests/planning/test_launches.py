@@ -10,6 +10,7 @@ from megatron_lowbit.planning.compute import head_times
 from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import WAITING, repeated, waiting
 from megatron_lowbit.planning.hardware import gpu
+from megatron_lowbit.planning.model import Linear
 
 # isort: split
 from liger_kernel.megatron import LigerMegatronCrossEntropy
@@ -165,7 +166,7 @@ def check_traffic(loss, traffic: Traffic, more: str = "") -> None:
     device = Device(gpu("h200"), accumulate=False)
 
     def seconds(vocabulary: int) -> float:
-        times = head_times(args, vocabulary, device)
+        times = head_times(args, Linear(args.hidden_size, vocabulary), device)
         return times.forward["elementwise"] + times.backward["elementwise"]
 
     more = seconds(2 * VOCABULARY) - seconds(VOCABULARY)

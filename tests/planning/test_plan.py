@@ -364,6 +364,24 @@ def test_weights_as_codes_take_their_bytes(recipe, kept, sent):
     assert less == pytest.approx((2 - sent) * linears / 2 / bandwidth, rel=1e-3, abs=1e-9)
 
 
+def test_a_quantized_output_layer_has_the_rate_and_the_memory_of_its_precision():
+    """FP8 with tensor scales: its GEMMs' rate, and codes of the weight for fprop and dgrad."""
+    model = f"@{EXAMPLES}/llama3-1b.args --vocab-size 128256 --bf16 --precision-recipe bf16"
+    plain, wide = planned(model), planned(f"{model} --recipe-set output_layer=fp8-tensorwise")
+    tokens, weights, device = 8192, 128256 * 2048, Device(gpu("h200"))
+    assert plain.args.micro_batch_size * plain.args.seq_length == tokens
+    rates = [device.flops(name) for name in ("bf16", "fp8 per tensor")]
+    assert rates[1] > 1.3 * rates[0]
+    faster = plain.seconds["GEMM"] - wide.seconds["GEMM"]
+    expected = 3 * 2 * tokens * weights * (1 / rates[0] - 1 / rates[1])
+    assert faster == pytest.approx(plain.layout.microbatches * expected, rel=0.1)
+    assert "quantization" not in plain.seconds and wide.seconds["quantization"] > 0
+    assert wide.memory[0].parts["quantized weights"] == pytest.approx(2 * weights, rel=1e-3)
+    # The peak stays where logits are copied to FP32; quantized gradients come after it.
+    assert wide.memory[0].moment == plain.memory[0].moment == "loss"
+    assert wide.memory[0].total - plain.memory[0].total == pytest.approx(2 * weights, rel=1e-3)
+
+
 def test_rows_of_the_benchmark_of_stored_weights_take_what_the_options_save(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     from benchmarks import stored_weights

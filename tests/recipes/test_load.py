@@ -18,8 +18,8 @@ from megatron_lowbit.recipes import (
     load_recipe,
     shipped_recipes,
 )
-from megatron_lowbit.recipes.load import keep_in_high_precision, most_sensitive
 from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher
+from megatron_lowbit.study.sensitivity import keep_in_high_precision, most_sensitive
 from tests.recipes.conftest import refused
 
 ROOT = Path(__file__).parents[2]

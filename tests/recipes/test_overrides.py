@@ -318,7 +318,7 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
     "RecipeSpec": {
         "name": "name=other", "description": "description=text", "configs": "configs.more={}",
         "matchers": "matchers.more={type: glob, pattern: x, config: low, enabled: true}",
-        "switches": "switches.more={iteration: 5, to: mxfp8}",
+        "switches": "switches.more={iteration: 5, to: mxfp8}", "output_layer": "output_layer=low",
     },
     "PrecisionSpec": {
         "input": "input.format=nvfp4", "weight": "weight=null", "grad": "grad.format=mxfp4",

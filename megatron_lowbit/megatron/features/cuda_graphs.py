@@ -45,7 +45,10 @@ class CudaGraphs(Feature):
 
     def install(self) -> None:
         """Give the layers places in device memory for what changes between replays."""
-        args, states = self.run.args, self.run.states
+        args = self.run.args
+        # The output layer is not captured.
+        states = [state for state in self.run.states if not state.plan.layer.is_output]
+        self._states = states
         self._unused = key_table(0)
         device = states[0].device if states else "cpu"
         self._keys = torch.zeros((len(states), len(self._unused)), dtype=torch.int64, device=device)
@@ -74,7 +77,7 @@ class CudaGraphs(Feature):
         self._is_first = False
         tables = [
             key_table(state.microbatch_key()) if state.plan.precision.stochastic else self._unused
-            for state in self.run.states
+            for state in self._states
         ]
         keys = torch.tensor(tables, dtype=torch.int64).view_as(self._keys)
         if self._keys.is_cuda:  # one copy that nothing waits for

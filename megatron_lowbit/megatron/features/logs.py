@@ -97,7 +97,7 @@ class Measurement:
         self._sums: dict[str, Sums] = {}
         self._is_finite = True
         self._handles = [
-            module.register_forward_hook(self._watch)
+            module.register_forward_hook(self._watch, with_kwargs=True)
             for chunk in chunks
             for module in chunk.modules()
             if hasattr(module, "layer_state") and not hasattr(module, "layer_norm_weight")
@@ -109,7 +109,7 @@ class Measurement:
             handle.remove()
         return _gather(self._sums, figures)
 
-    def _watch(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
+    def _watch(self, module: nn.Module, inputs: tuple, named: dict, outputs: Any) -> None:
         """Measure the forward pass of a layer, and its backward pass when the gradient is there."""
         state = module.layer_state
         path, y = state.plan.layer.path, outputs[0] if isinstance(outputs, tuple) else outputs
@@ -122,7 +122,8 @@ class Measurement:
         self._sums[path] = {}
         if not x.numel():
             return
-        weight = module.weight.detach()
+        # An output layer that shares the embedding's weight has none of its own.
+        weight = (named["weight"] if module.weight is None else module.weight).detach()
         context = LinearContext(
             state.plan.precision,
             state.plan.engine,

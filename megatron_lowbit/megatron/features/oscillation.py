@@ -19,6 +19,7 @@ from megatron_lowbit.megatron.run.errors import say_on_rank_0
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.oscillation import WeightPaths
 from megatron_lowbit.recipes import Recipe
+from megatron_lowbit.recipes.matchers import OUTPUT_LAYER
 
 METRIC = "oscillation/reset"
 _LENGTHS = ("of_weight", "of_quantized")
@@ -115,7 +116,9 @@ class OscillationResets(Feature):
 
 def _layers(chunks: Iterable[nn.Module]) -> dict[str, nn.Module]:
     modules = (module for chunk in chunks for module in chunk.modules())
-    return {m.layer_state.plan.layer.path: m for m in modules if hasattr(m, "layer_state")}
+    layers = {m.layer_state.plan.layer.path: m for m in modules if hasattr(m, "layer_state")}
+    layers.pop(OUTPUT_LAYER, None)  # The embedding may share its weight.
+    return layers
 
 
 def _master(weight: Tensor) -> Tensor:

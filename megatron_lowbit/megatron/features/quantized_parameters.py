@@ -82,6 +82,8 @@ class QuantizedParameters(Feature):
         require(not recipe.switches, f"{FLAG}: recipe {recipe.name} has switches, after which "
                 "weights would be stored otherwise")  # fmt: skip
         for layer in layers:
+            if layer.is_output:
+                continue  # Its weight stays in BF16.
             precision = recipe.precision_for(layer)
             obstacle = precision.storage_obstacle if precision.quantized else None
             require(obstacle is None, f"{FLAG}: recipe {recipe.name}, {layer.path}: {obstacle}")

@@ -296,16 +296,21 @@ def split_features(
 
 
 def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, LayerState]]:
-    """Yield the weights of a chunk's linear layers that a recipe reaches, with their states."""
+    """Yield the weights in a chunk's blocks that a recipe reaches, with their layers' states.
+
+    The output layer's may be the embedding's, too, which needs it in BF16.
+    """
     for module in chunk.modules():
-        if hasattr(module, "layer_state"):
-            yield module.weight, module.layer_state
+        state = getattr(module, "layer_state", None)
+        if state is not None and not state.plan.layer.is_output:
+            yield module.weight, state
         for number, state in enumerate(getattr(module, "expert_states", ())):
             yield getattr(module, f"weight{number}"), state
 
 
 def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
     """Yield the states of this rank's linear layers that a recipe reaches."""
-    for chunk in chunks:
-        for _, state in weights_of(chunk):
-            yield state
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "layer_state"):
+            yield module.layer_state
+        yield from getattr(module, "expert_states", ())
