@@ -101,6 +101,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     compatibility.check(args, recipe)
     check_loads(args)
     if args.cross_entropy_fusion_impl == "liger":
+        workarounds.hide_loss_from_second_parse()
         use_liger_loss(model_config)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":

@@ -3,6 +3,7 @@
 What no workaround helps is refused in ``compatibility.py``.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache, wraps
@@ -44,6 +45,19 @@ def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]
     if args.openai_gelu and not args.bias_gelu_fusion:
         model_config.transformer.activation_func = openai_gelu
         yield "--openai-gelu applied: Megatron-LM ignores it"
+
+
+def hide_loss_from_second_parse() -> None:
+    """Write ``native`` for this project's ``--cross-entropy-fusion-impl`` in ``sys.argv``.
+
+    ``pretrain`` parses the command line again, for fault tolerance, with Megatron-LM's choices.
+    """
+    flag, words = "--cross-entropy-fusion-impl", sys.argv
+    for index, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            words[index] = f"{flag}=native"
+        elif word == flag and index + 1 < len(words):
+            words[index + 1] = "native"
 
 
 def train_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
