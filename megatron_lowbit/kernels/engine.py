@@ -28,6 +28,7 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
+from megatron_lowbit.numerics.swiglu import swiglu, swiglu_grad
 
 Into = tuple[Tensor, bool | Tensor] | None
 """Tensor that :meth:`Engine.gemm` writes or adds a product to, and True if it adds."""
@@ -167,6 +168,14 @@ class Engine:
     def norm_grad(self, grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
         """Return the gradient of a norm's input; see :func:`numerics.mxnorm.norm_grad`."""
         return norm_grad(grad, x, rho)
+
+    def swiglu(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return SwiGLU (R, C) of (R, 2 C), and its amax, FP32 (), where that costs nothing."""
+        return swiglu(gate_up), None
+
+    def swiglu_grad(self, gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient (R, 2 C) of SwiGLU's input, and its amax as :meth:`swiglu` does."""
+        return swiglu_grad(gate_up, grad), None
 
     def add_rows(self, sums: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Sum rows (T, K) of the same id in FP32, and add each sum to the id's row of ``sums``.

@@ -29,6 +29,7 @@ from megatron_lowbit.kernels.operands import (
 )
 from megatron_lowbit.kernels.routes import Form, forms_of, takes_norm, written_form
 from megatron_lowbit.kernels.split import as_matrix_list
+from megatron_lowbit.kernels.swiglu import swiglu, swiglu_grad
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
@@ -168,6 +169,14 @@ class FusedEngine(Engine):
     def add_rows(self, sums: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Add sums of rows by one kernel, behind a sort of the ids."""
         add_rows(sums, ids, rows)
+
+    def swiglu(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return SwiGLU and its amax, by one kernel."""
+        return swiglu(gate_up)
+
+    def swiglu_grad(self, gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of SwiGLU's input and its amax, by one kernel."""
+        return swiglu_grad(gate_up, grad)
 
     def transposed(self, operand: QuantizedTensor) -> Transposed:
         """Return the transpose in the same memory; GEMMs of codes make a copy of it."""

@@ -1,8 +1,9 @@
-"""Autograd: a linear layer whose three GEMMs run as a recipe says."""
+"""Autograd: linear layers whose three GEMMs run as a recipe says."""
 
 from megatron_lowbit.layers.context import LinearContext, WeightCache
 from megatron_lowbit.layers.grouped import GroupContext, lowbit_grouped_linear
 from megatron_lowbit.layers.linear import lowbit_linear
+from megatron_lowbit.layers.mlp import lowbit_mlp
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "WeightCache",
     "lowbit_grouped_linear",
     "lowbit_linear",
+    "lowbit_mlp",
 ]

@@ -101,6 +101,7 @@ class LinearContext:
         row: Gemm | None,
         col: Gemm | None,
         needs_codes: bool = False,
+        amax: Tensor | None = None,
     ) -> tuple[Any, Any]:
         """Quantize x (R, C) for the GEMMs that contract its columns and its rows.
 
@@ -110,6 +111,7 @@ class LinearContext:
             col: GEMM that contracts rows, or None. A weight in square blocks is quantized once for
                 both where the plan says so.
             needs_codes: True for codes even where the plan takes any form.
+            amax: x's own, FP32 (), where it is known.
 
         Returns:
             Operands for the engine's GEMM. A side that is None or stays in high precision is x, or
@@ -125,6 +127,12 @@ class LinearContext:
         if by_row is None and by_col is None:
             return x, x.t()
         amaxes = self._scale_amaxes(x, role, row, col, (by_row, by_col))
+        if amax is not None:
+            first, second = (
+                amax if scale is None and request and request.takes_tensor_amax else scale
+                for scale, request in zip(amaxes, (by_row, by_col), strict=True)
+            )
+            amaxes = first, second
         left, right = self.engine.quantize(x, by_row, by_col, amaxes)
         return (
             x if by_row is None else self.with_source(row, left, x),

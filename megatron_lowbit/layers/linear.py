@@ -11,6 +11,7 @@ is quantized once for all microbatches of a step.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,82 @@ from megatron_lowbit.numerics.gemms import Gemm
 from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
 
 
+def forward_linear(
+    context: LinearContext,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    operand: Operand | None,
+    needs: tuple[bool, bool],
+    amax: Tensor | None = None,
+) -> tuple[Tensor, tuple[Any, Any]]:
+    """Compute Y = X . W^T.
+
+    Args:
+        context: of the call.
+        x: input (R, K) of this rank.
+        weight: (N, K).
+        bias: (N,), or None.
+        operand: x that is quantized already, or None.
+        needs: True for dgrad and for wgrad, if they follow.
+        amax: x's own, FP32 (), where it is known.
+
+    Returns:
+        Y (M, N) of all tokens, and what :func:`backward_linear` takes of input and weight.
+    """
+    fprop_input, saved_input = operands.quantize_input(context, x, operand, needs[1], amax)
+    fprop_weight, dgrad_weight = operands.quantize_weight(context, lambda: weight)
+    # Y = X . W^T
+    y = context.gemm(Gemm.FPROP, fprop_input(), fprop_weight, x.dtype, bias)
+    return y, (saved_input, dgrad_weight if needs[0] else None)
+
+
+def backward_linear(
+    context: LinearContext,
+    weight: Tensor,
+    saved: Sequence[Any],
+    grad: Tensor,
+    needs: tuple[bool, bool],
+    amax: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute dX = dY . W, and dW = dY^T . X into its main gradient where it has one.
+
+    Args:
+        context: of the call.
+        weight: (N, K).
+        saved: what :func:`forward_linear` gave.
+        grad: dY (M, N) of all tokens.
+        needs: True for dX and for dW, if they are wanted.
+        amax: dY's own, FP32 (), where it is known.
+
+    Returns:
+        dX (R, K) of this rank, and dW or what autograd takes instead.
+    """
+    saved_input, dgrad_weight = saved
+    if needs[1]:
+        wgrad_input = operands.start_wgrad_input(context, saved_input)
+    dgrad_grad, wgrad_grad = operands.quantize_grad(context, grad, *needs, amax)
+    dgrad = handle = wgrad = None
+    if needs[0]:
+        dgrad_weight = operands.quantize_dgrad_weight(context, weight, dgrad_weight)
+        # dX = dY . W
+        dgrad = context.gemm(Gemm.DGRAD, dgrad_grad, dgrad_weight, grad.dtype)
+        dgrad_grad = dgrad_weight = None
+        dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
+    if needs[1]:
+        # dW = dY^T . X
+        wgrad = operands.accumulate_wgrad_into(
+            context,
+            weight,
+            lambda dtype, out, beta: context.gemm(
+                Gemm.WGRAD, wgrad_grad, wgrad_input(), dtype, out=out, beta=beta
+            ),
+        )
+    if handle is not None:
+        handle.wait()
+    return dgrad, wgrad
+
+
 class _LowbitLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
@@ -39,17 +116,15 @@ class _LowbitLinear(torch.autograd.Function):
         context: LinearContext,
         operand: Operand | None,
     ) -> Tensor:
-        needs_wgrad = context.training and weight.requires_grad
-        needs_dgrad = context.training and x.requires_grad
-        fprop_input, saved_input = operands.quantize_input(context, x, operand, needs_wgrad)
-        fprop_weight, dgrad_weight = operands.quantize_weight(context, lambda: weight)
-        # Y = X . W^T
-        y = context.gemm(Gemm.FPROP, fprop_input(), fprop_weight, x.dtype, bias)
+        needs = (
+            context.training and x.requires_grad,
+            context.training and weight.requires_grad,
+        )
+        y, saved = forward_linear(context, x, weight, bias, operand, needs)
         tensors: list[Tensor] = []
-        saved = saved_input, dgrad_weight if needs_dgrad else None
         ctx.saved = [flatten(part, tensors) for part in saved]
         ctx.save_for_backward(*tensors)
-        ctx.versions = operands.versions_of([weight] if needs_dgrad else [])
+        ctx.versions = operands.versions_of([weight] if needs[0] else [])
         ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
         return y
 
@@ -57,33 +132,13 @@ class _LowbitLinear(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        context, weight = ctx.context, ctx.weight
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        operands.check_versions([weight], ctx.versions)
+        operands.check_versions([ctx.weight], ctx.versions)
         tensors = iter(ctx.saved_tensors)
-        saved_input, dgrad_weight = (unflatten(part, tensors) for part in ctx.saved)
-        if needs_wgrad:
-            wgrad_input = operands.start_wgrad_input(context, saved_input)
-        dgrad_grad, wgrad_grad = operands.quantize_grad(context, grad, needs_dgrad, needs_wgrad)
-        dgrad = handle = wgrad = None
-        if needs_dgrad:
-            dgrad_weight = operands.quantize_dgrad_weight(context, weight, dgrad_weight)
-            # dX = dY . W
-            dgrad = context.gemm(Gemm.DGRAD, dgrad_grad, dgrad_weight, grad.dtype)
-            dgrad_grad = dgrad_weight = None
-            dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
-        if needs_wgrad:
-            # dW = dY^T . X
-            wgrad = operands.accumulate_wgrad_into(
-                context,
-                weight,
-                lambda dtype, out, beta: context.gemm(
-                    Gemm.WGRAD, wgrad_grad, wgrad_input(), dtype, out=out, beta=beta
-                ),
-            )
+        saved = [unflatten(part, tensors) for part in ctx.saved]
+        needs = needs_dgrad, needs_wgrad
+        dgrad, wgrad = backward_linear(ctx.context, ctx.weight, saved, grad, needs)
         bias_grad = grad.sum(dim=0) if ctx.has_bias and needs_bias else None
-        if handle is not None:
-            handle.wait()
         return dgrad, wgrad, bias_grad, None, None
 
 

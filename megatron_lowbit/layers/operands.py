@@ -17,7 +17,11 @@ from megatron_lowbit.numerics.plan import Moment, Saved, Source
 
 
 def quantize_input(
-    context: LinearContext, x: Tensor, operand: Operand | None, keep: bool
+    context: LinearContext,
+    x: Tensor,
+    operand: Operand | None,
+    keep: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Callable[[], Any], Any]:
     """Quantize an input for fprop, and for wgrad if ``keep``.
 
@@ -26,6 +30,7 @@ def quantize_input(
         x: this rank's input (R, K).
         operand: x that is quantized already, or None.
         keep: True if wgrad follows.
+        amax: x's own, where it is known.
 
     Returns:
         A function that returns fprop's input of all tokens, which are gathered until it is called;
@@ -37,9 +42,8 @@ def quantize_input(
     row = Gemm.FPROP if fprop.gathers_codes or not split else None
     col = Gemm.WGRAD if keep and wgrad.saved is Saved.OPERAND else None
     given_row, given_col = (operand.row, operand.col) if operand else (None, None)
-    by_row, by_col = context.quantize(
-        x, Role.INPUT, row if given_row is None else None, col if given_col is None else None
-    )
+    row_left, col_left = (row if given_row is None else None, col if given_col is None else None)
+    by_row, by_col = context.quantize(x, Role.INPUT, row_left, col_left, amax=amax)
     by_row = by_row if given_row is None else context.with_source(Gemm.FPROP, given_row, x)
     by_col = by_col if given_col is None else given_col
     tensors: dict[Saved | None, Any] = {
@@ -176,15 +180,19 @@ def quantize_dgrad_weight(context: LinearContext, weight: Tensor, saved: Any = N
 
 
 def quantize_grad(
-    context: LinearContext, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool
+    context: LinearContext,
+    grad: Tensor,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Any, Any]:
-    """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
+    """Quantize dY (M, N) for dgrad, and its transpose for wgrad; ``amax`` is its own, if known."""
     row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
     if needs_wgrad and context.plan()[Gemm.WGRAD, Role.GRAD].source is Source.DEQUANTIZED:
-        by_row, _ = context.quantize(grad, Role.GRAD, Gemm.DGRAD, None)
+        by_row, _ = context.quantize(grad, Role.GRAD, Gemm.DGRAD, None, amax=amax)
         codes = without_source(by_row)
         return by_row, context.engine.transpose(codes, codes)
-    return context.quantize(grad, Role.GRAD, row, col)
+    return context.quantize(grad, Role.GRAD, row, col, amax=amax)
 
 
 def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:

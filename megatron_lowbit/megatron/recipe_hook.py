@@ -212,6 +212,8 @@ class RecipeHook:
         for name, module in layers.linears_of(chunk).items():
             if (layer := layer_of(chunk, name, first_expert)) is not None:
                 yield layers.take_over(module, self._plan(chunk, layer))
+        if self.args.transformer_impl == "transformer_engine":
+            layers.fuse_mlps(chunk)
         if self.recipe.takes_output_layer and chunk.post_process:
             # Under both implementations this layer is Megatron-LM's own.
             layer = Layer.output(chunk.config.num_layers)

@@ -216,6 +216,13 @@ class Request:
         fresh = self.hadamard is not None and self.hadamard.signs == "fresh"
         return fresh or self.quantizer.rounding is Rounding.STOCHASTIC
 
+    @cached_property
+    def takes_tensor_amax(self) -> bool:
+        """True if the amax of the tensor as it is can serve: for its scale, or for folding."""
+        format = self.quantizer.format
+        transformed = format.tensor_scaled and self.hadamard is not None
+        return not (format.row_scaled or transformed or self.quantizer.splits_mean)
+
     def with_keys(self, sign_key: int | Tensor, draw: Draw | None) -> "Request":
         """Return the request with a call's keys."""
         keyed = replace(self, sign_key=sign_key, draw=draw)

@@ -17,12 +17,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch.quantization import RecipeState
 from transformer_engine.pytorch.tensor import IdentityQuantizer
 
 from megatron_lowbit.errors import require
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.layers import LinearContext, lowbit_linear, lowbit_mlp
 from megatron_lowbit.layers.autograd_state import eager
 from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert
 from megatron_lowbit.megatron.layers.state import LayerPlan, LayerState, device_of, split_features
@@ -142,26 +143,92 @@ class _Forward:
 
     @eager  # The key is another one in every microbatch.
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        state, module = self.state, self.state.module
-        # An expert without tokens has nothing to quantize, nor an amax to record.
-        if state.native or not state.is_active(module.training) or x.numel() == 0:
+        module = self.state.module
+        if not self.quantizes(x):
             if is_graph_capturing():
                 # A graph quantizes the weight, and adds its gradient, in every microbatch.
                 module.disable_parameter_transpose_cache = True
             return self.upstream(x)
-        if self.normalizes:
-            x = normalized(x, module)
         bias = module.bias if module.use_bias else None
         added, returned = (None, bias) if module.te_return_bias else (bias, None)
-        splits_tokens: bool = module.sequence_parallel
-        context = state.context(state.shards(splits_tokens, allreduce_dgrad=not splits_tokens))
+        x = self.input(x)
         if not self.reduces:
-            return lowbit_linear(x, module.weight, context, bias=added), returned
-        reduce = reduce_from_tensor_model_parallel_region
-        if splits_tokens:
-            reduce = reduce_scatter_to_sequence_parallel_region
-        y = reduce(lowbit_linear(x, module.weight, context), group=module.tp_group)
+            return lowbit_linear(x, module.weight, self.context(), bias=added), returned
+        y = self.output(lowbit_linear(x, module.weight, self.context()))
         return y if added is None else y + added, returned
+
+    def quantizes(self, x: torch.Tensor) -> bool:
+        """Return True if this project computes the module's product with x."""
+        state = self.state
+        # An expert without tokens has nothing to quantize, nor an amax to record.
+        return not state.native and state.is_active(state.module.training) and x.numel() > 0
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the product takes: x, normalized by a module that has a norm."""
+        return normalized(x, self.state.module) if self.normalizes else x
+
+    def context(self) -> LinearContext:
+        """Return the context of a call."""
+        splits_tokens: bool = self.state.module.sequence_parallel
+        shards = self.state.shards(splits_tokens, allreduce_dgrad=not splits_tokens)
+        return self.state.context(shards)
+
+    def output(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum the product of a row-parallel module over the tensor-parallel ranks."""
+        if not self.reduces:
+            return y
+        module, reduce = self.state.module, reduce_from_tensor_model_parallel_region
+        if module.sequence_parallel:
+            reduce = reduce_scatter_to_sequence_parallel_region
+        return reduce(y, group=module.tp_group)
+
+
+def fuse_mlps(chunk: torch.nn.Module) -> None:
+    """Let a chunk's MLPs with fused SwiGLU compute both layers by one function of autograd."""
+    for module in chunk.modules():
+        if type(module) is MLP and _has_plain_swiglu(module.config):
+            module.forward = _MLPForward(module)
+
+
+def _has_plain_swiglu(config: TransformerConfig) -> bool:
+    """Return True if Megatron-LM's MLPs compute ``silu(gate) * up`` in BF16 by its fused kernel."""
+    swiglu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    other = config.use_te_activation_func or config.activation_func_fp8_input_store
+    plain = config.bf16 and config.bias_activation_fusion and not config.add_bias_linear
+    return swiglu and plain and not other and not config.cpu_offloading
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    """Return True for a module with hooks that take its output, its gradients or its keywords."""
+    hooks = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(map(len, (*hooks, module._forward_pre_hooks_with_kwargs)))
+
+
+class _MLPForward:
+    """The forward pass of an MLP whose linear layers have states of this project.
+
+    It calls the hooks that run before a layer's forward pass, such as those that wait for gathered
+    parameters; with any other hooks, the layers run one by one.
+    """
+
+    def __init__(self, module: MLP) -> None:
+        self.layers, self.upstream = (module.linear_fc1, module.linear_fc2), module.forward
+
+    @eager
+    def __call__(
+        self, x: torch.Tensor, per_token_scale: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        fc1, fc2 = self.layers
+        first, second = fc1.forward, fc2.forward
+        quantized = first.quantizes(x) and second.quantizes(x)
+        if per_token_scale is not None or not quantized or any(map(_is_watched, self.layers)):
+            return self.upstream(x, per_token_scale, **options)
+        for layer in self.layers:
+            for hook in layer._forward_pre_hooks.values():
+                hook(layer, (x,))
+        contexts = first.context(), second.context()
+        y = lowbit_mlp(first.input(x), fc1.weight, fc2.weight, *contexts)
+        return second.output(y), None
 
 
 def _check(config: TransformerConfig) -> None:

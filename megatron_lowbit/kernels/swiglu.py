@@ -1,0 +1,69 @@
+"""SwiGLU and its gradient, with the amax of what they write, which quantization then need not take.
+
+Formulas are those of :func:`megatron_lowbit.numerics.swiglu.swiglu` and ``swiglu_grad``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lowbit.kernels.amax import atomic_amax
+from megatron_lowbit.kernels.amaxes import zeros_of
+from megatron_lowbit.kernels.elements import as_dtype
+from megatron_lowbit.kernels.launcher import cdiv
+
+_TILE = 4, 1024
+
+
+def swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return SwiGLU of contiguous (R, 2 C), BF16 or FP32, and the amax of the result, FP32 ().
+
+    It moves 6 bytes per BF16 element of the result: 4096 x 14336 elements take 0.12 ms at an H100's
+    3.0 TB/s.
+    """
+    y = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+    return y, _launch(gate_up, None, y)
+
+
+def swiglu_grad(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient (R, 2 C) of SwiGLU's input, of its output's (R, C), and its amax.
+
+    It moves 10 bytes per BF16 element of ``grad``.
+    """
+    out = torch.empty_like(gate_up)
+    return out, _launch(gate_up, grad.contiguous(), out)
+
+
+def _launch(gate_up: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
+    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    amax, (tm, tn) = zeros_of((), gate_up.device), _TILE
+    _swiglu_kernel[cdiv(rows, tm), cdiv(columns, tn)](
+        gate_up, grad, out, amax.view(torch.int32), rows, columns, tm, tn
+    )
+    return amax
+
+
+@triton.jit
+def _swiglu_kernel(x, grad, out, amax, R, C, TM: tl.constexpr, TN: tl.constexpr):
+    """Write SwiGLU of x (R, 2 C), or where ``grad`` is given the gradient of x, and its amax."""
+    r = tl.program_id(0) * TM + tl.arange(0, TM)[:, None]
+    c = tl.program_id(1) * TN + tl.arange(0, TN)[None, :]
+    inside = (r < R) & (c < C)
+    row = r.to(tl.int64)
+    at = row * 2 * C + c
+    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + at + C, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    if grad is None:
+        y = as_dtype(gate * sigmoid * up, out.dtype.element_ty)
+        tl.store(out + row * C + c, y.to(out.dtype.element_ty), mask=inside)
+        atomic_amax(amax, y)
+    else:
+        dy = tl.load(grad + row * C + c, mask=inside, other=0.0).to(tl.float32)
+        slope = 1.0 + gate * (1.0 - sigmoid)
+        dgate = as_dtype(dy * sigmoid * slope * up, out.dtype.element_ty)
+        dup = as_dtype(dy * (gate * sigmoid), out.dtype.element_ty)
+        tl.store(out + at, dgate.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + C, dup.to(out.dtype.element_ty), mask=inside)
+        atomic_amax(amax, tl.maximum(tl.abs(dgate), tl.abs(dup), tl.PropagateNan.ALL))

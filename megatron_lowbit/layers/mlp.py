@@ -1,0 +1,83 @@
+"""An MLP with SwiGLU, two linear layers under a recipe, as one function of autograd.
+
+    gate, up = X . W1^T
+    H        = silu(gate) * up
+    Y        = H . W2^T
+
+The kernel that writes H, or the gradient of gate and up, takes its amax on the way, so that no pass
+over them comes before they are quantized.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lowbit.layers import operands
+from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
+from megatron_lowbit.layers.context import LinearContext
+from megatron_lowbit.layers.linear import backward_linear, context_of, forward_linear
+
+
+class _LowbitMLP(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, x: Tensor, fc1: Tensor, fc2: Tensor, first: LinearContext, second: LinearContext
+    ) -> Tensor:
+        training = first.training
+        needs = training and x.requires_grad, training and fc1.requires_grad
+        gate_up, saved_first = forward_linear(first, x, fc1, None, None, needs)
+        h, amax = second.engine.swiglu(gate_up)
+        needs_second = any(needs), training and fc2.requires_grad
+        y, saved_second = forward_linear(second, h, fc2, None, None, needs_second, amax)
+        tensors: list[Tensor] = []
+        saved = [*saved_first, *saved_second, gate_up if any(needs) else None]
+        ctx.saved = [flatten(part, tensors) for part in saved]
+        ctx.save_for_backward(*tensors)
+        ctx.weights, ctx.contexts, ctx.needs = (fc1, fc2), (first, second), (needs, needs_second)
+        ctx.versions = operands.versions_of(ctx.weights)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        operands.check_versions(ctx.weights, ctx.versions)
+        tensors = iter(ctx.saved_tensors)
+        *saved, gate_up = (unflatten(part, tensors) for part in ctx.saved)
+        (fc1, fc2), (first, second), (needs, needs_second) = ctx.weights, ctx.contexts, ctx.needs
+        dh, fc2_grad = backward_linear(second, fc2, saved[2:], grad, needs_second)
+        dx = fc1_grad = None
+        if dh is not None:
+            grads, amax = first.engine.swiglu_grad(gate_up, dh)
+            dh = gate_up = None
+            dx, fc1_grad = backward_linear(first, fc1, saved[:2], grads, needs, amax)
+        return dx, fc1_grad, fc2_grad, None, None
+
+
+@eager
+def lowbit_mlp(
+    x: Tensor, fc1: Tensor, fc2: Tensor, first: LinearContext, second: LinearContext
+) -> Tensor:
+    """Compute ``(silu(gate) * up) @ fc2.T`` for ``gate, up = x @ fc1.T``, each in its precision.
+
+    The result is that of two calls of :func:`megatron_lowbit.layers.lowbit_linear` with SwiGLU
+    between them, bit for bit.
+
+    Args:
+        x: (..., K), BF16 or FP32. Under sequence parallelism its first axis is this rank's part.
+        fc1: (2 F, K), rows of the gate first.
+        fc2: (N, F).
+        first, second: contexts of both layers.
+
+    Returns:
+        (..., N) of all tokens; under tensor parallelism a summand of each rank.
+    """
+    first, second = context_of(first, x), context_of(second, x)
+    x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y: Tensor = _LowbitMLP.apply(x2d, fc1, fc2, first, second)  # type: ignore[no-untyped-call]
+    leading = (-1, *x.shape[1:-1]) if first.shards.sequence_parallel else x.shape[:-1]
+    return y.view(*leading, fc2.shape[0])
