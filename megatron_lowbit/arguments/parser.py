@@ -125,6 +125,8 @@ _OWN_GROUPS = {
     "layers": LayerArguments,
 }
 """Groups of arguments that Megatron-LM does not have, by title."""
+LOSSES = ("liger", "lowbit")
+"""Values of ``--cross-entropy-fusion-impl`` that Megatron-LM does not have."""
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -144,7 +146,8 @@ def add_own_arguments(
     """Add all groups of arguments that Megatron-LM does not have, or some; return the parser.
 
     Args:
-        parser: Megatron-LM's; its ``--cross-entropy-fusion-impl`` accepts ``liger`` from now on.
+        parser: Megatron-LM's; its ``--cross-entropy-fusion-impl`` accepts :data:`LOSSES`, too, from
+            now on.
         titles: titles of the groups.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
@@ -153,8 +156,8 @@ def add_own_arguments(
     for title in titles:
         ArgumentGroupFactory(_OWN_GROUPS[title]).build_group(parser, title)
     loss = parser._option_string_actions["--cross-entropy-fusion-impl"]
-    loss.choices = (*(loss.choices or ()), "liger")
-    loss.help = f"{loss.help} If 'liger', liger-kernel's Triton kernels are used."
+    loss.choices = (*(loss.choices or ()), *LOSSES)
+    loss.help = f"{loss.help} If 'liger', liger-kernel's Triton kernels; if 'lowbit', our own."
     return parser
 
 

@@ -7,6 +7,7 @@ whether the combination is given. Training and dry runs read all of them by :fun
 from argparse import Namespace
 
 from megatron_lowbit.arguments.parse import OF_GPUS
+from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.support import has_kernel
 from megatron_lowbit.recipes import LinearPrecision, Recipe
@@ -95,10 +96,10 @@ def local_layers(args: Namespace) -> Rows:
 
 def fused_loss(args: Namespace) -> Rows:
     """Return an implementation of the fused loss without the argument that fuses it."""
-    liger = args.cross_entropy_fusion_impl == "liger"
+    name = args.cross_entropy_fusion_impl
     return {
-        "--cross-entropy-fusion-impl liger needs --cross-entropy-loss-fusion": (
-            liger and not args.cross_entropy_loss_fusion
+        f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion": (
+            name in LOSSES and not args.cross_entropy_loss_fusion
         ),
     }
 

@@ -1,58 +1,77 @@
-"""Cross-entropy by liger-kernel's Triton kernels, for ``--cross-entropy-fusion-impl liger``.
+"""Cross-entropy by liger-kernel's Triton kernels or this project's, in place of Megatron-LM's loss.
 
-They compute what Megatron-LM's own loss does, with fewer passes over the logits, which they only
-read. Models call the method ``compute_language_model_loss`` of their own, also for each prediction
-of multi-token prediction, so that an attribute of the model takes its place.
+They move fewer bytes for each logit: liger-kernel's only read the logits, this project's overwrite
+them with their gradient. Models call the method ``compute_language_model_loss`` of their own, also
+for each prediction of multi-token prediction, so that an attribute of the model takes its place.
+Nothing reads logits again after their loss's backward pass.
 """
 
-from types import MethodType
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_lowbit.errors import UserError, require
 
-_ARGUMENT = "--cross-entropy-fusion-impl liger"
+CrossEntropy = Callable[[Tensor, Tensor, Any], Tensor]
+"""Losses (sequence, batch) in FP32 of logits (sequence, batch, this rank's share of the vocabulary)
+in BF16, FP16 or FP32; labels (sequence, batch), int64; and the ranks' group."""
 
 
-def use_liger_loss(model_config: Any) -> None:
-    """Let the model of a configuration compute its loss by liger-kernel.
+def use_loss(model_config: Any, name: str) -> None:
+    """Let the model of a configuration compute its loss by ``--cross-entropy-fusion-impl``.
 
     Args:
         model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
+        name: ``liger`` or ``lowbit``.
 
     Raises:
         UserError: liger-kernel is not installed, or there is no GPU.
     """
-    require(torch.cuda.is_available(), f"{_ARGUMENT}: its kernels need a GPU; give native")
+    argument = f"--cross-entropy-fusion-impl {name}"
+    require(torch.cuda.is_available(), f"{argument}: its kernels need a GPU; give native")
     try:
-        import liger_kernel.megatron  # noqa: F401
+        hook = partial(replace_losses, cross_entropy_by(name))
     except ImportError as error:
         advice = "pip install 'megatron-lowbit[liger]'"
-        raise UserError(f"{_ARGUMENT}: {error}; {advice}") from error
-    model_config.pre_wrap_hooks.append(replace_losses)
+        raise UserError(f"{argument}: {error}; {advice}") from error
+    model_config.pre_wrap_hooks.append(hook)
 
 
-def replace_losses(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def cross_entropy_by(name: str) -> CrossEntropy:
+    """Import the cross-entropy of ``liger`` or ``lowbit``: both need Triton, as a GPU does."""
+    if name == "liger":
+        from liger_kernel.megatron import LigerMegatronCrossEntropy
+
+        return LigerMegatronCrossEntropy()
+    from megatron_lowbit.layers.cross_entropy import cross_entropy
+
+    return cross_entropy
+
+
+def replace_losses(
+    cross_entropy: CrossEntropy, chunks: list[torch.nn.Module]
+) -> list[torch.nn.Module]:
     """Replace the loss of a model's chunks by :func:`token_losses`; return the chunks."""
     for chunk in chunks:
-        chunk.compute_language_model_loss = MethodType(token_losses, chunk)
+        chunk.compute_language_model_loss = partial(
+            token_losses, cross_entropy, chunk.pg_collection.tp
+        )
     return chunks
 
 
-def token_losses(chunk: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def token_losses(cross_entropy: CrossEntropy, group: Any, labels: Tensor, logits: Tensor) -> Tensor:
     """Compute the cross-entropy of each token.
 
     Args:
-        chunk: part of a model, which knows its tensor-parallel group.
-        labels: indices of the whole vocabulary (batch, sequence), int64. A token with label -100
-            has no loss and no gradient.
-        logits: (sequence, batch, this rank's share of the vocabulary), BF16, FP16 or FP32.
+        cross_entropy: what computes it.
+        group: the ranks that share the vocabulary.
+        labels: indices of the whole vocabulary (batch, sequence), int64.
+        logits: (sequence, batch, this rank's share of the vocabulary).
 
     Returns:
         Losses (batch, sequence) in FP32.
     """
-    from liger_kernel.megatron import LigerMegatronCrossEntropy
-
-    losses = LigerMegatronCrossEntropy()(logits, labels.t(), chunk.pg_collection.tp)
-    return losses.t().contiguous()
+    return cross_entropy(logits, labels.t(), group).t().contiguous()

@@ -21,6 +21,7 @@ from megatron.training.utils import is_rank0
 from rich.table import Table
 
 from megatron_lowbit.arguments.from_checkpoint import check_loads
+from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.select import select_engine
@@ -44,7 +45,7 @@ from megatron_lowbit.megatron.layers.state import (
     first_local_expert,
     layer_of,
 )
-from megatron_lowbit.megatron.loss import use_liger_loss
+from megatron_lowbit.megatron.loss import use_loss
 from megatron_lowbit.megatron.run import workarounds
 from megatron_lowbit.megatron.run.errors import (
     gather_from_ranks,
@@ -80,8 +81,8 @@ def model_config_of(args: Namespace) -> Any:
 def use_recipe(model_config: Any, args: Namespace) -> None:
     """Let the model of a configuration compute as ``--precision-recipe`` says.
 
-    Without that argument this changes nothing but the loss of ``--cross-entropy-fusion-impl liger``
-    and the layers that Megatron-LM lacks or gets wrong.
+    Without that argument this changes nothing but the loss of ``--cross-entropy-fusion-impl`` and
+    the layers that Megatron-LM lacks or gets wrong.
 
     Args:
         model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
@@ -100,9 +101,9 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
     compatibility.check(args, recipe)
     check_loads(args)
-    if args.cross_entropy_fusion_impl == "liger":
+    if args.cross_entropy_fusion_impl in LOSSES:
         workarounds.hide_loss_from_second_parse()
-        use_liger_loss(model_config)
+        use_loss(model_config, args.cross_entropy_fusion_impl)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
         workarounds.use_torch_rms_norm()

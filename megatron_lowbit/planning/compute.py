@@ -29,6 +29,7 @@ from megatron_lowbit.planning.model import (
     Part,
     is_gated,
     local_tokens,
+    loss_fusion,
     mixer,
     query_groups,
     tokens_of,
@@ -120,13 +121,13 @@ def _add_communication(
         passes.forward["expert parallel"] = passes.backward["expert parallel"] = 2 * once
 
 
-_LOSS_BYTES = {None: (38, 14), "native": (22, 6), "liger": (8, 14)}
+_LOSS_BYTES = {None: (38, 14), "native": (22, 6), "liger": (8, 14), "lowbit": (2, 4)}
 """Bytes of a BF16 logit that the loss moves, forward and backward, by what fuses it.
 
 Cross-entropy copies logits to FP32, finds the maximum, subtracts it, exponentiates, sums and
 divides; backward multiplies and casts. Fused, these are three kernels and one. liger-kernel reads
 logits twice, for the maximum and to write exponentials in FP32; backward writes gradients in place
-of these and casts them.
+of these and casts them. This project's kernels read logits, and read them again to write gradients.
 """
 
 
@@ -135,8 +136,7 @@ def head_times(args: Namespace, head: Linear, device: Device) -> Passes:
     tokens, passes = tokens_of(args), Passes.none()
     _linear(args, head, tokens, device.of_head, passes)
     logits, norm = tokens * head.outputs, tokens * args.hidden_size * BF16
-    fusion = args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else None
-    there, back = _LOSS_BYTES[fusion]
+    there, back = _LOSS_BYTES[loss_fusion(args)]
     passes.forward["elementwise"] += device.moved(there * logits + 2 * norm)
     passes.backward["elementwise"] += device.moved(back * logits + 3 * norm)
     return passes

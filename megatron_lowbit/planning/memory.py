@@ -23,6 +23,7 @@ from megatron_lowbit.planning.model import (
     Part,
     is_gated,
     local_tokens,
+    loss_fusion,
     mixer,
     query_groups,
     tokens_of,
@@ -129,10 +130,11 @@ def rank_memory(
     }
     if is_last:
         logits = tokens_of(args) * head.outputs
-        # Cross-entropy, however fused, copies BF16 logits to FP32, and back in the backward pass;
-        # with them are the final norm's input and output, then the gradients of that norm's output
-        # and of the table, and quantized operands.
-        loss = Amounts({"logits": logits * (BF16 + FP32), "working memory": 2 * stream})
+        # Cross-entropy copies BF16 logits to FP32, and back in the backward pass, unless it is
+        # this project's, in place; with them are the final norm's input and output, then the
+        # gradients of that norm's output and of the table, and quantized operands.
+        size = BF16 if loss_fusion(args) == "lowbit" else BF16 + FP32
+        loss = Amounts({"logits": logits * size, "working memory": 2 * stream})
         working = 3 * stream + BF16 * head.weights
         working += _quantized_operands(head, tokens_of(args), device.of_head)
         backward = Amounts({"logits": logits * BF16, "working memory": working})

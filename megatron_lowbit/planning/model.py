@@ -200,6 +200,11 @@ def local_tokens(args: Namespace) -> int:
     return tokens_of(args) // split
 
 
+def loss_fusion(args: Namespace) -> str | None:
+    """Return what fuses the loss, by ``--cross-entropy-fusion-impl``; None if nothing does."""
+    return args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else None
+
+
 def check_plannable(args: Namespace) -> None:
     """Raise UserError for a model or a layout that the planner does not model."""
     unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})

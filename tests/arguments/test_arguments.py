@@ -100,13 +100,13 @@ def test_lines_are_printed_only_on_rank_0(monkeypatch, capsys):
 
 def test_any_script_can_add_the_arguments_of_recipes(monkeypatch):
     line = TINY + "--precision-recipe fp8-tile nvfp4 --log-quantization-error-interval"
-    line += " --cross-entropy-loss-fusion --cross-entropy-fusion-impl liger"
+    line += " --cross-entropy-loss-fusion --cross-entropy-fusion-impl lowbit"
     monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(line)])
     args = parse_and_validate_args(extra_args_provider=arguments.add_recipe_arguments)
     assert args.precision_recipe == ["fp8-tile", "nvfp4"]
     assert (args.recipe_set, args.mxnorm, args.mxnorm_p) == ([], False, 2.0)
     assert args.log_quantization_error_interval == 1000 and args.save_keep_last is None
-    assert args.cross_entropy_fusion_impl == "liger"
+    assert args.cross_entropy_fusion_impl == "lowbit"
 
 
 def test_mxnorm_is_a_normalization():

@@ -1,4 +1,4 @@
-"""Quantization kernels and grouped GEMMs compile for a Hopper GPU, without one.
+"""Kernels of quantization, grouped GEMMs and the loss compile for a Hopper GPU, without one.
 
 Triton's interpreter runs what its compiler may refuse. The launcher is called with tensors on the
 meta device, and what it would launch is compiled.
@@ -44,15 +44,15 @@ STACK = 64
 """Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
-ROWS = "rows"
-QUICK = ["nvfp4", "fp8", ROWS]
+ROWS, LOSS = "rows", "loss"
+QUICK = ["nvfp4", "fp8", ROWS, LOSS]
 
 
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(QUICK, id="some"),
-        pytest.param([*FORMATS, *PRODUCTS, ROWS], id="all", marks=pytest.mark.slow),
+        pytest.param([*FORMATS, *PRODUCTS, ROWS, LOSS], id="all", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile(names):
@@ -64,8 +64,11 @@ def test_kernels_compile(names):
     assert result.stdout.split("\n")[:-1] == names
 
 
-def stack_of(cubin: bytes) -> int:
-    """Return the bytes of a kernel's stack, by the tool that Triton comes with."""
+def resource_of(cubin: bytes, name: str) -> int:
+    """Return what a kernel uses of a resource, by the tool that Triton comes with.
+
+    ``STACK`` is in bytes, ``REG`` are registers; both are those of a thread.
+    """
     import triton
 
     tool = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
@@ -74,7 +77,7 @@ def stack_of(cubin: bytes) -> int:
         file.flush()
         command = [tool, "--dump-resource-usage", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(told.partition(" STACK:")[2].split()[0])
+    return int(told.partition(f" {name}:")[2].split()[0])
 
 
 def main(cases: list[str]) -> None:
@@ -94,6 +97,7 @@ def main(cases: list[str]) -> None:
         grouped_gemm,
         launch,
         launch_sections,
+        loss,
     )
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
     from megatron_lowbit.kernels.routes import Form
@@ -109,9 +113,9 @@ def main(cases: list[str]) -> None:
         format_by_name,
     )
 
-    types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8",
-             torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
-             torch.float8_e5m2: "fp8e5"}  # fmt: skip
+    types = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+             torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+             torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}  # fmt: skip
 
     class Compiler:
         def __init__(self, kernel) -> None:
@@ -137,8 +141,10 @@ def main(cases: list[str]) -> None:
             source = ASTSource(self.kernel, signature, constants, aligned)
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             assert compiled.metadata.shared <= SHARED_MEMORY
-            assert stack_of(compiled.asm["cubin"]) <= STACK, self.kernel.fn.__name__
+            assert resource_of(compiled.asm["cubin"], "STACK") <= STACK, self.kernel.fn.__name__
             self.single_reads = compiled.asm["ptx"].count("ld.global.b16")
+            self.wide_reads = compiled.asm["ptx"].count("ld.global.v4.b32")
+            self.registers = resource_of(compiled.asm["cubin"], "REG")
 
     for module, names in (
         (launch, ["quantize_kernel"]),
@@ -146,6 +152,7 @@ def main(cases: list[str]) -> None:
         (amaxes, ["amax_kernel"]),
         (conditional, ["_record_kernel"]),
         (embedding, ["_add_rows_kernel"]),
+        (loss, ["cross_entropy_kernel", "cross_entropy_gradient_kernel"]),
         (grouped_gemm, ["grouped_kernel", "stacked_kernel"]),
     ):
         for name in names:
@@ -196,6 +203,17 @@ def main(cases: list[str]) -> None:
         sums = torch.empty(64, 512, device="meta")
         embedding.add_rows(sums, torch.empty(256, dtype=torch.int64, device="meta"), x)
         print(ROWS)
+    if LOSS in cases:
+        kernels = loss.cross_entropy_kernel, loss.cross_entropy_gradient_kernel
+        labels = torch.empty(64, dtype=torch.int64, device="meta")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            logits = torch.empty(64, 128256, dtype=dtype, device="meta")
+            statistics = loss.row_statistics(logits, labels, 0)
+            loss.write_gradients(logits, labels, 0, statistics, torch.empty(64, device="meta"))
+            # Of whole blocks and of the last one; of a block.
+            assert [kernel.wide_reads for kernel in kernels] == [4, 2], "reads under 16 bytes"
+            assert all(kernel.registers <= 32 for kernel in kernels), "fewer threads than fit"
+        print(LOSS)
 
 
 if __name__ == "__main__":

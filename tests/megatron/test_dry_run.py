@@ -173,8 +173,8 @@ def test_layers_and_products_are_those_of_the_gpus_that_are_described(capsys):
 def test_what_gpus_refuse_is_refused(capsys):
     with pytest.raises(UserError, match="its causal layers make their own mask"):
         run(f"{LAYERS} --reset-attention-mask", capsys)
-    with pytest.raises(UserError, match="liger needs --cross-entropy-loss-fusion"):
-        run(f"{LAYERS} --cross-entropy-fusion-impl liger", capsys)
+    with pytest.raises(UserError, match="lowbit needs --cross-entropy-loss-fusion"):
+        run(f"{LAYERS} --cross-entropy-fusion-impl lowbit", capsys)
     local = f"{LAYERS} --reset-attention-mask --transformer-impl local"
     with pytest.raises(UserError, match="give --no-masked-softmax-fusion"):
         run(local, capsys)

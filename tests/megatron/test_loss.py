@@ -1,29 +1,30 @@
-"""The loss by liger-kernel: against float64, and in models against Megatron-LM's own.
+"""Losses by other kernels than Megatron-LM's: in models, against its own, and liger-kernel's alone.
 
 As a script this file is one rank of a job: it calls :func:`compare`.
 """
 
 import shlex
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.loss import replace_losses, token_losses, use_liger_loss
+from megatron_lowbit.megatron.loss import cross_entropy_by, replace_losses, token_losses, use_loss
 from megatron_lowbit.megatron.pretrain import teardown
 from megatron_lowbit.megatron.recipe_hook import model_config_of
 from tests.megatron.test_compatibility import hooks
 
 # isort: split
-from liger_kernel.megatron import LigerMegatronCrossEntropy
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-LIGER = {"cross_entropy_fusion_impl": "liger", "cross_entropy_loss_fusion": True}
+each_loss = pytest.mark.parametrize("name", LOSSES)
 IGNORED = -100
 BATCH, LENGTH, VOCABULARY = 2, 16, 96
 COMMON = f"""
@@ -62,7 +63,7 @@ def exact(logits, labels, weights):
     # In one block of the kernels, and in two; the last is as large as a model's.
     [(2, 5, 1000), (1, 3, 40000), pytest.param(2, 256, 32000, marks=pytest.mark.gpu)],
 )
-def test_losses_and_gradients_are_those_of_float64(batch, length, vocabulary, dtype):
+def test_liger_kernels_losses_and_gradients_are_those_of_float64(batch, length, vocabulary, dtype):
     """BF16 rounds gradients to 8 bits, FP16 to 11, with subnormal ones in steps of 2^-24.
 
     In FP32, differences of logits up to 64, the levels of a sum's tree and a few operations more
@@ -77,9 +78,8 @@ def test_losses_and_gradients_are_those_of_float64(batch, length, vocabulary, dt
     weights = torch.rand(batch, length, generator=draws).to(device)
     weights[0, 0] = 0  # a masked token
     before = logits.detach().clone()
-    chunk = SimpleNamespace(pg_collection=SimpleNamespace(tp=None))
 
-    losses = token_losses(chunk, labels, logits)
+    losses = token_losses(cross_entropy_by("liger"), None, labels, logits)
     losses.mul(weights).sum().backward()
     expected, gradients, probabilities = exact(logits, labels.t(), weights.t())
 
@@ -93,23 +93,28 @@ def test_losses_and_gradients_are_those_of_float64(batch, length, vocabulary, dt
     bound = rounding * gradients.abs() + 1.01 * slack * probabilities + step
     assert ((logits.grad - gradients).abs() <= bound).all()
     assert not logits.grad[:2, 0].any()
-    assert torch.equal(logits.detach(), before)  # Multi-token prediction reads them again.
+    assert torch.equal(logits.detach(), before)
 
 
-def losses_and_gradients(model):
-    """Return the loss of each token and the gradient of each parameter of a model."""
+def losses_and_gradients(model, label):
+    """Return the loss of each token and the gradient of each parameter of a model.
+
+    ``label``: that of the first token.
+    """
     tokens = (torch.arange(BATCH * (LENGTH + 1)) * 37 % VOCABULARY).view(BATCH, LENGTH + 1)
+    labels = tokens[:, 1:].clone()
+    labels[0, 0] = label
     mask = torch.ones(BATCH, LENGTH)
     mask[1, -3:] = 0
     positions = torch.arange(LENGTH).expand(BATCH, -1)
     model.zero_grad()
-    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=mask)
+    losses = model(tokens[:, :-1], positions, None, labels=labels, loss_mask=mask)
     (losses * mask).sum().backward()
     return losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def compare(line: str) -> None:
-    """Compare a model's losses and gradients by liger-kernel with those by Megatron-LM."""
+def compare(name: str, line: str) -> None:
+    """Compare a model's losses and gradients by other kernels with those by Megatron-LM."""
     with pytest.MonkeyPatch.context() as patch, teardown():
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         args = parse_arguments(shlex.split(COMMON + line))
@@ -123,13 +128,14 @@ def compare(line: str) -> None:
         model_parallel_cuda_manual_seed(5)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         model = config.get_builder_cls()(config).build_model(groups)
-        expected, gradients = losses_and_gradients(model)
+        # liger-kernel has no loss where Megatron-LM has one without a label.
+        label = IGNORED if name == "lowbit" else 5
+        expected, gradients = losses_and_gradients(model, label)
 
-        calls, upstream = [], LigerMegatronCrossEntropy.forward
-        patch.setattr(LigerMegatronCrossEntropy, "forward",
-                      lambda *given: calls.append(None) or upstream(*given))  # fmt: skip
-        assert replace_losses([model]) == [model]
-        losses, found = losses_and_gradients(model)
+        calls, cross_entropy = [], cross_entropy_by(name)
+        counted = lambda *given: calls.append(None) or cross_entropy(*given)  # noqa: E731
+        assert replace_losses(counted, [model]) == [model]
+        losses, found = losses_and_gradients(model, label)
         assert len(calls) == 1 + ("--mtp-num-layers" in line or "/" in line)
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
         for name, gradient in found.items():
@@ -138,42 +144,52 @@ def compare(line: str) -> None:
 
 
 @on_a_cpu
+@each_loss
 @pytest.mark.parametrize("model", MODELS)
-def test_models_have_megatron_lms_losses_and_gradients(model):
-    compare(MODELS[model])
+def test_models_have_megatron_lms_losses_and_gradients(model, name):
+    compare(name, MODELS[model])
 
 
 @on_a_cpu
+@each_loss
 @pytest.mark.parametrize("more", ["", "--sequence-parallel"])
-def test_ranks_that_share_the_vocabulary_have_megatron_lms_losses(run_ranks, more):
-    run_ranks(__file__, 2, f"{MODELS['GPT with MTP']} {TP2} {more}", timeout=100)
+def test_ranks_that_share_the_vocabulary_have_megatron_lms_losses(run_ranks, more, name):
+    run_ranks(__file__, 2, name, f"{MODELS['GPT with MTP']} {TP2} {more}", timeout=100)
 
 
+def hooks_with(name, recipe=None, fused=True):
+    return hooks(recipe, cross_entropy_fusion_impl=name, cross_entropy_loss_fusion=fused)
+
+
+@each_loss
 @pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
-def test_one_hook_with_a_recipe_and_without(recipe, monkeypatch):
+def test_one_hook_with_a_recipe_and_without(recipe, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    usual = hooks(recipe)
-    assert hooks(recipe, **LIGER)[:1] == [replace_losses]
-    assert len(hooks(recipe, **LIGER)) == len(usual) + 1
+    first, *others = hooks_with(name, recipe)
+    assert isinstance(first, partial) and first.func is replace_losses
+    assert first.args[0].__class__ is cross_entropy_by(name).__class__
+    assert len(others) == len(hooks(recipe))
 
 
-def test_the_loss_must_be_fused():
-    with pytest.raises(UserError, match=r"^--cross-.* liger needs --cross-entropy-loss-fusion$"):
-        hooks(None, **LIGER | {"cross_entropy_loss_fusion": False})
+@each_loss
+def test_the_loss_must_be_fused(name):
+    with pytest.raises(UserError, match=rf"^--cross-.* {name} needs --cross-entropy-loss-fusion$"):
+        hooks_with(name, fused=False)
 
 
 @on_a_cpu
-def test_a_cpu_is_refused():
-    with pytest.raises(UserError, match=r"^--cross-entropy-fusion-impl liger: .* give native$"):
-        hooks(None, **LIGER)
+@each_loss
+def test_a_cpu_is_refused(name):
+    with pytest.raises(UserError, match=rf"^--cross-entropy-fusion-impl {name}: .* give native$"):
+        hooks_with(name)
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel.megatron", None)
     with pytest.raises(UserError, match=r"^--cross.* liger: .*megatron-lowbit\[liger\]'$"):
-        use_liger_loss(SimpleNamespace(pre_wrap_hooks=[]))
+        use_loss(SimpleNamespace(pre_wrap_hooks=[]), "liger")
 
 
 if __name__ == "__main__":
-    compare(sys.argv[1])
+    compare(*sys.argv[1:3])  # behind them: the rank

@@ -6,6 +6,8 @@ from built import parse, planned
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lowbit.kernels import loss
+from megatron_lowbit.layers.cross_entropy import cross_entropy
 from megatron_lowbit.planning.compute import head_times
 from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import WAITING, repeated, waiting
@@ -27,7 +29,7 @@ EXPERTS = (
 TOKENS, VOCABULARY = 64, 512
 SPARSE = {"index", "index_put_", "empty"}
 """Operations that read or write one logit a token, or none."""
-LIGER = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl liger"
+FUSED = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl"
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,9 @@ class Launches(dict):
         self.traffic, self.times = traffic, times
 
     def __missing__(self, grid):
-        def launch(**arguments):
-            tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
+        def launch(*positional, **named):
+            given = (*positional, *named.values())
+            tensors = [x for x in given if isinstance(x, torch.Tensor)]
             large = [x.nbytes for x in tensors if x.numel() == TOKENS * VOCABULARY]
             self.traffic.moved += self.times * sum(large)
 
@@ -151,7 +154,15 @@ def test_the_loss_moves_the_bytes_of_liger_kernels_operations(monkeypatch):
     for name, times in (("forward", 1), ("backward", 2)):
         kernel = f"liger_vocab_parallel_ce_{name}_kernel"
         monkeypatch.setattr(liger, kernel, Launches(traffic, times))
-    check_traffic(LigerMegatronCrossEntropy(), traffic, LIGER)
+    check_traffic(LigerMegatronCrossEntropy(), traffic, f"{FUSED} liger")
+
+
+def test_the_loss_moves_the_bytes_of_this_projects_kernels(monkeypatch):
+    """The first kernel reads logits; the second one reads and writes them."""
+    traffic = Traffic()
+    for name, times in (("cross_entropy_kernel", 1), ("cross_entropy_gradient_kernel", 2)):
+        monkeypatch.setattr(loss, name, Launches(traffic, times))
+    check_traffic(lambda *given: cross_entropy(*given, None), traffic, f"{FUSED} lowbit")
 
 
 def check_traffic(loss, traffic: Traffic, more: str = "") -> None:

@@ -273,6 +273,17 @@ def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
     assert (rows - apart) / 128 == pytest.approx((4 * layers - 12 * 128256 * 4096) / MOVED)
 
 
+def test_a_loss_keeps_its_exponentials_unless_it_is_computed_in_place():
+    """4096 tokens of 128256 logits: FP32 beside BF16, or BF16 alone."""
+    model = f"{LLAMA_8B} --num-layers 1 --micro-batch-size 1 --cross-entropy-loss-fusion"
+    sizes = {
+        name: planned(f"{model} --cross-entropy-fusion-impl {name}").memory[-1].parts["logits"]
+        for name in ("native", "liger", "lowbit")
+    }
+    logits = 4096 * 128256
+    assert sizes == {"native": 6 * logits, "liger": 6 * logits, "lowbit": 2 * logits}
+
+
 def test_folded_operands_are_read_twice():
     """2 bytes an element for the amax: of inputs, gradients, and weights once a step."""
     model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe fp8-tile"
