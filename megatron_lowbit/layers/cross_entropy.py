@@ -27,7 +27,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
     Returns:
         Losses (sequence, batch) in FP32.
     """
-    return _CrossEntropy.apply(logits, labels, group)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, group)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -35,7 +36,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None
     ) -> Tensor:
-        rows, indices = logits.detach().contiguous().flatten(0, -2), labels.reshape(-1)
+        rows = logits.detach().contiguous().flatten(0, -2)
+        indices = labels.reshape(-1).contiguous()
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         columns = rows.shape[1]
         statistics = loss.row_statistics(rows, indices, rank * columns)
@@ -45,13 +47,15 @@ class _CrossEntropy(torch.autograd.Function):
         known = (indices >= 0) & (indices < ranks * columns)
         ctx.save_for_backward(rows, indices, statistics)
         ctx.first, ctx.shape = rank * columns, logits.shape
-        return (total.log() + (highest - target) * known).view(labels.shape)
+        losses: Tensor = total.log() + (highest - target) * known
+        return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None]:
         rows, indices, statistics = ctx.saved_tensors
-        loss.write_gradients(rows, indices, ctx.first, statistics, grad_losses.reshape(-1))
+        grads = grad_losses.reshape(-1).contiguous()  # a sum's is one number, expanded
+        loss.write_gradients(rows, indices, ctx.first, statistics, grads)
         increment_version(rows)  # Autograd refuses to read them as logits.
         return rows.view(ctx.shape), None, None
 

@@ -121,7 +121,7 @@ def _add_communication(
         passes.forward["expert parallel"] = passes.backward["expert parallel"] = 2 * once
 
 
-_LOSS_BYTES = {None: (38, 14), "native": (22, 6), "liger": (8, 14), "lowbit": (2, 4)}
+LOSS_BYTES = {None: (38, 14), "native": (22, 6), "liger": (8, 14), "lowbit": (2, 4)}
 """Bytes of a BF16 logit that the loss moves, forward and backward, by what fuses it.
 
 Cross-entropy copies logits to FP32, finds the maximum, subtracts it, exponentiates, sums and
@@ -136,7 +136,7 @@ def head_times(args: Namespace, head: Linear, device: Device) -> Passes:
     tokens, passes = tokens_of(args), Passes.none()
     _linear(args, head, tokens, device.of_head, passes)
     logits, norm = tokens * head.outputs, tokens * args.hidden_size * BF16
-    there, back = _LOSS_BYTES[loss_fusion(args)]
+    there, back = LOSS_BYTES[loss_fusion(args)]
     passes.forward["elementwise"] += device.moved(there * logits + 2 * norm)
     passes.backward["elementwise"] += device.moved(back * logits + 3 * norm)
     return passes

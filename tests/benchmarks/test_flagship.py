@@ -53,7 +53,7 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 def test_cases():
     """Every model in its precisions, some with graphs too, of this project or upstream's."""
     found = flagship.cases()
-    assert len({case.name for case in found}) == len(found) == 16 * (6 + 4) + 8
+    assert len({case.name for case in found}) == len(found) == 21 * (6 + 4) + 8
     for case in found:
         words = flagship.words_of(case, 14)
         own = not case.precision.startswith("Megatron-LM")
@@ -61,6 +61,7 @@ def test_cases():
         assert ("--cuda-graph-impl" in words) == case.graphs == ("graphs" in case.name)
         assert ("--fp8-recipe" in words) == ("Megatron-LM FP8" in case.precision)
         assert ("liger" in words) == ("Liger" in case.precision)
+        assert ("lowbit" in words) == ("own loss" in case.precision)
         assert ("--cross-entropy-loss-fusion" in words) == ("loss" in case.precision)
         padded = case.model == "qwen3-30b" and "Megatron-LM FP8" in case.precision
         assert ("--moe-router-padding-for-quantization" in words) == padded
@@ -147,4 +148,4 @@ def test_a_file_gets_the_rows_that_it_lacks(trained, tmp_path, capsys):
 
 def test_no_case_begins_after_the_time(trained, tmp_path, capsys):
     flagship.main(["--output", str(tmp_path / "rows.json"), "--seconds", "-1"])
-    assert not trained and "120 cases are left" in capsys.readouterr().out
+    assert not trained and "155 cases are left" in capsys.readouterr().out

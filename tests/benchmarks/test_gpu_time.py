@@ -167,7 +167,11 @@ NAMES = {
         "_norm_grad_kernel",
         "all_reduce_norm_kernel",
     ],
-    "loss": ["liger_cross_entropy_kernel", "liger_vocab_parallel_ce_forward_kernel"],
+    "loss": [
+        "liger_cross_entropy_kernel",
+        "liger_vocab_parallel_ce_forward_kernel",
+        "cross_entropy_gradient_kernel",
+    ],
     "embedding": [f"{AT}(anonymous namespace)::embedding_backward_feature_kernel<float, long>"],
 }  # fmt: skip
 

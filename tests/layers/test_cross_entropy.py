@@ -110,6 +110,15 @@ def test_the_gradient_takes_the_memory_of_the_logits():
     assert logits.grad.data_ptr() == logits.data_ptr()
 
 
+def test_expanded_labels_and_gradients_of_losses():
+    logits, _, _ = case()
+    copy = logits.detach().clone().requires_grad_()
+    labels = torch.tensor(5, device=DEVICE).expand(3, 2)
+    cross_entropy(logits, labels, None).sum().backward()
+    cross_entropy(copy, labels.contiguous(), None).backward(torch.ones(3, 2, device=DEVICE))
+    assert torch.equal(logits.grad, copy.grad)
+
+
 def test_logits_that_are_not_contiguous_are_copied():
     logits, labels, weights = case()
     strided = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
