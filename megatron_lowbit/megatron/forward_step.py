@@ -122,14 +122,21 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
-    _validate(loss)
     tokens = mask.sum().detach().to(torch.int)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+    report = {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+    _validate(loss)
+    return loss, tokens, report
 
 
 def _validate(loss: Tensor) -> None:
-    """Check the loss by Megatron-LM's rerun state machine, as the arguments require."""
+    """Check the loss by Megatron-LM's rerun state machine, as the arguments require.
+
+    The GPU idles from the first look at the loss on until backward begins: all checks look at one
+    copy, after everything else.
+    """
     args, machine = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss:
+        loss = loss.detach().cpu()
     if args.check_for_nan_in_loss_and_grad:
         for name, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
             message = f"found {name} in local forward loss calculation"

@@ -105,14 +105,14 @@ def test_a_weight_that_changed_before_backward_is_an_error():
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (9, 1500)])
 @pytest.mark.parametrize("engine", [ReferenceEngine("tests"), HOPPER], ids=["reference", "fused"])
 def test_swiglu_and_its_gradient_are_those_of_float64(engine, rows, columns, dtype):
-    """FP32 has some ten roundings, and the exponential two units in the last place."""
+    """FP32 has some ten roundings, and a GPU's exponential of d an error of (4 + 3 d) 2^-24."""
     gate_up = 8 * random(rows, 2 * columns, dtype=dtype)
     grad = random(rows, columns, seed=1, dtype=dtype)
     exact = gate_up.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     expected.backward(grad.double())
-    eps = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}[dtype]
+    eps = 2.0**-8 if dtype is torch.bfloat16 else (16 + 4 * gate.abs()) * 2.0**-24
 
     y, amax = engine.swiglu(gate_up)
     by_input, grad_amax = engine.swiglu_grad(gate_up, grad)
@@ -122,7 +122,8 @@ def test_swiglu_and_its_gradient_are_those_of_float64(engine, rows, columns, dty
     assert ((y - expected).abs() <= 1.01 * eps * expected.abs() + tiny).all()
     # 1 + gate (1 - sigmoid) is near zero for gates around -1.3.
     terms = (grad.double() * up).abs().repeat(1, 2)
-    slack = 2.0**-20 * torch.cat((terms[:, :columns], torch.zeros_like(terms[:, columns:])), 1)
+    slack = 2.0**-17 * torch.cat((terms[:, :columns], torch.zeros_like(terms[:, columns:])), 1)
+    eps = eps if dtype is torch.bfloat16 else eps.repeat(1, 2)
     bound = 1.01 * eps * exact.grad.abs() + slack + tiny
     assert ((by_input - exact.grad).abs() <= bound).all()
     for tensor, known in ((y, amax), (by_input, grad_amax)):

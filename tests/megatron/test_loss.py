@@ -66,8 +66,8 @@ def exact(logits, labels, weights):
 def test_liger_kernels_losses_and_gradients_are_those_of_float64(batch, length, vocabulary, dtype):
     """BF16 rounds gradients to 8 bits, FP16 to 11, with subnormal ones in steps of 2^-24.
 
-    In FP32, differences of logits up to 64, the levels of a sum's tree and a few operations more
-    are each rounded by 2^-24 of a probability.
+    In FP32, the exponential of a difference d of logits up to 40 has an error of (4 + 3 d) 2^-24
+    on a GPU, and so has the sum of exponentials.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     draws = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ def test_liger_kernels_losses_and_gradients_are_those_of_float64(batch, length, 
     losses.mul(weights).sum().backward()
     expected, gradients, probabilities = exact(logits, labels.t(), weights.t())
 
-    slack = 128 * 2.0**-24
+    slack = 256 * 2.0**-24
     assert losses.dtype is torch.float32 and losses.is_contiguous()
     assert ((losses.t() - expected).abs() <= slack).all()
     assert losses[0, 1] == 0
