@@ -1,12 +1,14 @@
 """Megatron-LM's ``forward_step_func``: the forward pass of a microbatch, and its loss."""
 
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import mpu, utils
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
@@ -124,19 +126,47 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
     report = {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
-    _validate(loss)
+    _CHECKS.add(loss)
     return loss, tokens, report
 
 
-def _validate(loss: Tensor) -> None:
-    """Check the loss by Megatron-LM's rerun state machine, as the arguments require.
+class _LossChecks:
+    """Checks of a step's losses, each while the GPU computes the next micro batch.
 
-    The GPU idles from the first look at the loss on until backward begins: all checks look at one
-    copy, after everything else.
+    A GPU idles from a look at its loss until backward begins. Only the loss of a step's last micro
+    batch, and of evaluations, is looked at at once, so that no update follows one that fails.
     """
+
+    def __init__(self) -> None:
+        self.copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self.seen = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Check a loss, or the one before it, as the arguments require."""
+        args = get_args()
+        if not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
+            return
+        if not loss.is_cuda:
+            _validate(loss)
+            return
+        copied = torch.cuda.Event()
+        self.copies.append((loss.detach().to("cpu", non_blocking=True), copied))
+        copied.record()
+        self.seen += 1
+        is_last = not torch.is_grad_enabled() or self.seen >= get_num_microbatches()
+        self.seen = 0 if is_last else self.seen
+        while len(self.copies) > (not is_last):
+            copy, copied = self.copies.popleft()
+            copied.synchronize()
+            _validate(copy)
+
+
+_CHECKS = _LossChecks()
+
+
+def _validate(loss: Tensor) -> None:
+    """Check a loss by Megatron-LM's rerun state machine."""
     args, machine = get_args(), get_rerun_state_machine()
-    if args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss:
-        loss = loss.detach().cpu()
     if args.check_for_nan_in_loss_and_grad:
         for name, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
             message = f"found {name} in local forward loss calculation"
