@@ -3,6 +3,8 @@
 Formulas are those of :func:`megatron_lowbit.numerics.swiglu.swiglu` and ``swiglu_grad``.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from torch import Tensor
 from megatron_lowbit.kernels.amax import atomic_amax
 from megatron_lowbit.kernels.amaxes import zeros_of
 from megatron_lowbit.kernels.elements import as_dtype
-from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.launcher import Launcher, cdiv
 
 _TILE = 4, 1024
 
@@ -36,19 +38,27 @@ def swiglu_grad(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(gate_up: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
+    amax = zeros_of((), gate_up.device)
     rows, columns = len(gate_up), gate_up.shape[1] // 2
-    amax, (tm, tn) = zeros_of((), gate_up.device), _TILE
-    _swiglu_kernel[cdiv(rows, tm), cdiv(columns, tn)](
-        gate_up, grad, out, amax.view(torch.int32), rows, columns, tm, tn
-    )
+    launch = _launcher(rows, columns, gate_up.dtype, gate_up.device, grad is None)
+    launch((gate_up, grad, out, amax, rows, columns))
     return amax
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, forward: bool
+) -> Launcher:
+    programs = cdiv(rows, _TILE[0]) * cdiv(columns, _TILE[1])
+    return Launcher(_swiglu_kernel, programs, _TILE, range(3), {3: torch.int32})
 
 
 @triton.jit
 def _swiglu_kernel(x, grad, out, amax, R, C, TM: tl.constexpr, TN: tl.constexpr):
     """Write SwiGLU of x (R, 2 C), or where ``grad`` is given the gradient of x, and its amax."""
-    r = tl.program_id(0) * TM + tl.arange(0, TM)[:, None]
-    c = tl.program_id(1) * TN + tl.arange(0, TN)[None, :]
+    tiles = tl.cdiv(C, TN)
+    r = (tl.program_id(0) // tiles) * TM + tl.arange(0, TM)[:, None]
+    c = (tl.program_id(0) % tiles) * TN + tl.arange(0, TN)[None, :]
     inside = (r < R) & (c < C)
     row = r.to(tl.int64)
     at = row * 2 * C + c

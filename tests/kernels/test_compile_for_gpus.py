@@ -44,15 +44,15 @@ STACK = 64
 """Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
-ROWS, LOSS = "rows", "loss"
-QUICK = ["nvfp4", "fp8", ROWS, LOSS]
+ROWS, SWIGLU, LOSS = "rows", "swiglu", "loss"
+QUICK = ["nvfp4", "fp8", ROWS, SWIGLU, LOSS]
 
 
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(QUICK, id="some"),
-        pytest.param([*FORMATS, *PRODUCTS, ROWS, LOSS], id="all", marks=pytest.mark.slow),
+        pytest.param([*FORMATS, *PRODUCTS, ROWS, SWIGLU, LOSS], id="all", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile(names):
@@ -98,6 +98,7 @@ def main(cases: list[str]) -> None:
         launch,
         launch_sections,
         loss,
+        swiglu,
     )
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
     from megatron_lowbit.kernels.routes import Form
@@ -152,6 +153,7 @@ def main(cases: list[str]) -> None:
         (amaxes, ["amax_kernel"]),
         (conditional, ["_record_kernel"]),
         (embedding, ["_add_rows_kernel"]),
+        (swiglu, ["_swiglu_kernel"]),
         (loss, ["cross_entropy_kernel", "cross_entropy_gradient_kernel"]),
         (grouped_gemm, ["grouped_kernel", "stacked_kernel"]),
     ):
@@ -203,6 +205,14 @@ def main(cases: list[str]) -> None:
         sums = torch.empty(64, 512, device="meta")
         embedding.add_rows(sums, torch.empty(256, dtype=torch.int64, device="meta"), x)
         print(ROWS)
+    if SWIGLU in cases:
+        gate_up = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
+        swiglu.swiglu(gate_up)
+        swiglu.swiglu_grad(gate_up, torch.empty(64, 2048, dtype=torch.bfloat16, device="meta"))
+        reads = swiglu._swiglu_kernel.single_reads, swiglu._swiglu_kernel.wide_reads
+        # Of gate, up and gradient: 16 tiles' rows of 1024 by 128 threads.
+        assert reads == (0, 3 * 4), "reads under 16 bytes"
+        print(SWIGLU)
     if LOSS in cases:
         kernels = loss.cross_entropy_kernel, loss.cross_entropy_gradient_kernel
         labels = torch.empty(64, dtype=torch.int64, device="meta")
