@@ -173,9 +173,10 @@ class Engine:
         """Return SwiGLU (R, C) of (R, 2 C), and its amax, FP32 (), where that costs nothing."""
         return swiglu(gate_up), None
 
-    def swiglu_grad(self, gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient (R, 2 C) of SwiGLU's input, and its amax as :meth:`swiglu` does."""
-        return swiglu_grad(gate_up, grad), None
+    def swiglu_grad(self, gate_up: Tensor, grad: Tensor) -> Tensor | None:
+        """Overwrite SwiGLU's input (R, 2 C) by its gradient; return its amax as :meth:`swiglu`."""
+        gate_up.copy_(swiglu_grad(gate_up, grad))
+        return None
 
     def add_rows(self, sums: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Sum rows (T, K) of the same id in FP32, and add each sum to the id's row of ``sums``.

@@ -174,8 +174,8 @@ class FusedEngine(Engine):
         """Return SwiGLU and its amax, by one kernel."""
         return swiglu(gate_up)
 
-    def swiglu_grad(self, gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient of SwiGLU's input and its amax, by one kernel."""
+    def swiglu_grad(self, gate_up: Tensor, grad: Tensor) -> Tensor | None:
+        """Overwrite SwiGLU's input by its gradient and return the amax, by one kernel."""
         return swiglu_grad(gate_up, grad)
 
     def transposed(self, operand: QuantizedTensor) -> Transposed:

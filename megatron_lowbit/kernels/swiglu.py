@@ -28,13 +28,12 @@ def swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return y, _launch(gate_up, None, y)
 
 
-def swiglu_grad(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient (R, 2 C) of SwiGLU's input, of its output's (R, C), and its amax.
+def swiglu_grad(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """Overwrite contiguous (R, 2 C) by its gradient, of SwiGLU's (R, C); return the amax, FP32 ().
 
     It moves 10 bytes per BF16 element of ``grad``.
     """
-    out = torch.empty_like(gate_up)
-    return out, _launch(gate_up, grad.contiguous(), out)
+    return _launch(gate_up, grad.contiguous(), gate_up)
 
 
 def _launch(gate_up: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
@@ -55,7 +54,10 @@ def _launcher(
 
 @triton.jit
 def _swiglu_kernel(x, grad, out, amax, R, C, TM: tl.constexpr, TN: tl.constexpr):
-    """Write SwiGLU of x (R, 2 C), or where ``grad`` is given the gradient of x, and its amax."""
+    """Write SwiGLU of x (R, 2 C), or where ``grad`` is given the gradient of x, and its amax.
+
+    The gradient may take the place of x: a program reads its elements before it writes them.
+    """
     tiles = tl.cdiv(C, TN)
     r = (tl.program_id(0) // tiles) * TM + tl.arange(0, TM)[:, None]
     c = (tl.program_id(0) % tiles) * TN + tl.arange(0, TN)[None, :]

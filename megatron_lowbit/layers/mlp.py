@@ -5,7 +5,8 @@
     Y        = H . W2^T
 
 The kernel that writes H, or the gradient of gate and up, takes its amax on the way, so that no pass
-over them comes before they are quantized.
+over them comes before they are quantized. The gradient takes the memory of gate and up, which
+autograd keeps until the whole backward pass of the function has ended.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
@@ -52,9 +54,10 @@ class _LowbitMLP(torch.autograd.Function):
         dh, fc2_grad = backward_linear(second, fc2, saved[2:], grad, needs_second)
         dx = fc1_grad = None
         if dh is not None:
-            grads, amax = first.engine.swiglu_grad(gate_up, dh)
-            dh = gate_up = None
-            dx, fc1_grad = backward_linear(first, fc1, saved[:2], grads, needs, amax)
+            amax = first.engine.swiglu_grad(gate_up, dh)
+            increment_version(gate_up)  # Autograd refuses to read them as gate and up.
+            dh = None
+            dx, fc1_grad = backward_linear(first, fc1, saved[:2], gate_up, needs, amax)
         return dx, fc1_grad, fc2_grad, None, None
 
 
@@ -65,7 +68,8 @@ def lowbit_mlp(
     """Compute ``(silu(gate) * up) @ fc2.T`` for ``gate, up = x @ fc1.T``, each in its precision.
 
     The result is that of two calls of :func:`megatron_lowbit.layers.lowbit_linear` with SwiGLU
-    between them, bit for bit.
+    between them, bit for bit. A second backward pass raises RuntimeError, also with
+    ``retain_graph``.
 
     Args:
         x: (..., K), BF16 or FP32. Under sequence parallelism its first axis is this rank's part.

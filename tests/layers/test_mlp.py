@@ -5,7 +5,7 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.layers import LinearContext, lowbit_linear, lowbit_mlp
+from megatron_lowbit.layers import LinearContext, lowbit_linear, lowbit_mlp, mlp
 from megatron_lowbit.layers.context import AmaxHistory
 from megatron_lowbit.numerics.gemms import OPERANDS
 from megatron_lowbit.recipes import load_precision
@@ -32,7 +32,9 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.engine.swiglu_grad(*ctx.saved_tensors, grad)[0], None
+        by_input = ctx.saved_tensors[0].clone()
+        ctx.engine.swiglu_grad(by_input, grad)
+        return by_input, None
 
 
 def apart(x, fc1, fc2, first, second):
@@ -101,6 +103,31 @@ def test_a_weight_that_changed_before_backward_is_an_error():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("engine", [ReferenceEngine("tests"), HOPPER], ids=["reference", "fused"])
+def test_the_gradient_of_gate_and_up_takes_their_memory(engine, monkeypatch):
+    """A second backward pass would read it as gate and up: autograd refuses that."""
+    written, read = [], []
+    swiglu, backward = engine.swiglu, mlp.backward_linear
+
+    def keep(gate_up):
+        written.append(gate_up.data_ptr())
+        return swiglu(gate_up)
+
+    def watch(context, weight, saved, grad, *rest):
+        read.append(grad.data_ptr())
+        return backward(context, weight, saved, grad, *rest)
+
+    monkeypatch.setattr(engine, "swiglu", keep)
+    monkeypatch.setattr(mlp, "backward_linear", watch)
+    x, fc1 = random(128, WIDTH).requires_grad_(), random(2 * HIDDEN, WIDTH, seed=1)
+    fc2 = random(WIDTH, HIDDEN, seed=2)
+    y = lowbit_mlp(x, fc1, fc2, *contexts_of("mxfp8", engine))
+    y.sum().backward(retain_graph=True)
+    assert read[1:] == written
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (9, 1500)])
 @pytest.mark.parametrize("engine", [ReferenceEngine("tests"), HOPPER], ids=["reference", "fused"])
@@ -115,7 +142,8 @@ def test_swiglu_and_its_gradient_are_those_of_float64(engine, rows, columns, dty
     eps = 2.0**-8 if dtype is torch.bfloat16 else (16 + 4 * gate.abs()) * 2.0**-24
 
     y, amax = engine.swiglu(gate_up)
-    by_input, grad_amax = engine.swiglu_grad(gate_up, grad)
+    by_input = gate_up.clone()
+    grad_amax = engine.swiglu_grad(by_input, grad)
 
     assert y.dtype is by_input.dtype is dtype
     tiny = 2.0**-100
@@ -134,7 +162,7 @@ def test_an_amax_is_nan_where_an_element_is():
     gate_up, grad = random(4, 64), random(4, 32, seed=1)
     gate_up[2, 3] = torch.nan
     assert HOPPER.swiglu(gate_up)[1].isnan()
-    assert HOPPER.swiglu_grad(gate_up, grad)[1].isnan()
+    assert HOPPER.swiglu_grad(gate_up, grad).isnan()
 
 
 def test_no_pass_takes_an_amax_that_the_activation_gave(monkeypatch):

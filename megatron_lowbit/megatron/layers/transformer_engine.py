@@ -10,6 +10,7 @@ forward pass is replaced: a norm is Transformer Engine's, the product this proje
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 from megatron.core.tensor_parallel.mappings import (
@@ -187,11 +188,16 @@ def fuse_mlps(chunk: torch.nn.Module) -> None:
     """Let a chunk's MLPs with fused SwiGLU compute both layers by one function of autograd."""
     for module in chunk.modules():
         if type(module) is MLP and _has_plain_swiglu(module.config):
-            module.forward = _MLPForward(module)
+            layers = module.linear_fc1, module.linear_fc2
+            if all(isinstance(layer.forward, _Forward) for layer in layers):
+                module.forward = _MLPForward(module)
 
 
 def _has_plain_swiglu(config: TransformerConfig) -> bool:
-    """Return True if Megatron-LM's MLPs compute ``silu(gate) * up`` in BF16 by its fused kernel."""
+    """Return True if Megatron-LM's MLPs compute ``silu(gate) * up`` in BF16 by its fused kernel.
+
+    That kernel knows neither ``activation_func_clamp_value`` nor ``glu_linear_offset``.
+    """
     swiglu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
     other = config.use_te_activation_func or config.activation_func_fp8_input_store
     plain = config.bf16 and config.bias_activation_fusion and not config.add_bias_linear
@@ -199,16 +205,19 @@ def _has_plain_swiglu(config: TransformerConfig) -> bool:
 
 
 def _is_watched(module: torch.nn.Module) -> bool:
-    """Return True for a module with hooks that take its output, its gradients or its keywords."""
-    hooks = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(map(len, (*hooks, module._forward_pre_hooks_with_kwargs)))
+    """Return True for a module with other hooks than those that wait for gathered parameters."""
+    # Transformer Engine's own, while it captures: what it runs before is what it captures.
+    forward = {} if is_graph_capturing() else module._forward_hooks
+    waiting = DistributedDataParallel.__module__
+    others = [h for h in module._forward_pre_hooks.values() if h.__module__ != waiting]
+    return any((forward, module._backward_hooks, module._backward_pre_hooks, others))
 
 
 class _MLPForward:
     """The forward pass of an MLP whose linear layers have states of this project.
 
-    It calls the hooks that run before a layer's forward pass, such as those that wait for gathered
-    parameters; with any other hooks, the layers run one by one.
+    It calls the layers' hooks that wait for gathered parameters; with any other hooks, the layers
+    run one by one.
     """
 
     def __init__(self, module: MLP) -> None:
@@ -225,7 +234,7 @@ class _MLPForward:
             return self.upstream(x, per_token_scale, **options)
         for layer in self.layers:
             for hook in layer._forward_pre_hooks.values():
-                hook(layer, (x,))
+                hook(layer)
         contexts = first.context(), second.context()
         y = lowbit_mlp(first.input(x), fc1.weight, fc2.weight, *contexts)
         return second.output(y), None
