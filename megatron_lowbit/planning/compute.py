@@ -11,7 +11,7 @@ from math import log2
 from typing import NamedTuple
 
 from megatron_lowbit.kernels.support import kernel_of
-from megatron_lowbit.numerics import Quantizer, Rounding
+from megatron_lowbit.numerics import Quantizer, Request, Rounding
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
 from megatron_lowbit.numerics.plan import Moment, Source
 from megatron_lowbit.planning.device import (
@@ -67,7 +67,11 @@ def part_times(args: Namespace, part: Part, device: Device) -> Passes:
     """Time one part of a microbatch on one rank, with its tensor- and expert-parallel transfers."""
     passes = Passes.none()
     rows = tokens_of(args) * part.topk
-    gemms = [_linear(args, each, rows, device, passes, part.experts) for each in part.linears]
+    known = (Role.GRAD, Role.INPUT) if fuses_mlp(args, part, device) else (None, None)
+    gemms = [
+        _linear(args, linear, rows, device, passes, part.experts, role)
+        for linear, role in zip(part.linears, known, strict=True)
+    ]
     there, back = _elementwise(args, part)
     passes.forward["elementwise"] += device.moved(there)
     passes.backward["elementwise"] += device.moved(back)
@@ -80,6 +84,16 @@ def part_times(args: Namespace, part: Part, device: Device) -> Passes:
         passes.backward["scan"] = (1 - _SCAN_FORWARD) * scan
     _add_communication(args, part, device, gemms[0], passes)
     return passes
+
+
+def fuses_mlp(args: Namespace, part: Part, device: Device) -> bool:
+    """Return True if one function computes an MLP: SwiGLU and its gradient then give amaxes.
+
+    Their kernels take as long as Megatron-LM's. The gradient takes the memory of SwiGLU's input.
+    """
+    swiglu = args.swiglu and args.bias_swiglu_fusion and not args.add_bias_linear
+    swiglu = swiglu and not args.activation_func_fp8_input_store and part.name == "mlp"
+    return swiglu and all(device.is_lowbit(linear.precision) for linear in part.linears)
 
 
 def _add_communication(
@@ -174,11 +188,12 @@ def packed_bytes(quantizer: Quantizer) -> float:
 
 
 def _linear(
-    args: Namespace, linear: Linear, rows: int, device: Device, passes: Passes, experts: int = 1
-) -> dict[Gemm, float]:
+    args: Namespace, linear: Linear, rows: int, device: Device, passes: Passes, experts: int = 1,
+    known: Role | None = None,
+) -> dict[Gemm, float]:  # fmt: skip
     """Add the time of a linear layer, and return the seconds of its GEMMs.
 
-    ``experts`` on the rank share the rows.
+    ``experts`` on the rank share the rows. ``known``: the source whose amax comes with it.
     """
     inputs, outputs = linear.inputs, linear.outputs
     names = {gemm: device.gemm(linear.precision, gemm) for gemm in GEMM_ROLES}
@@ -206,20 +221,21 @@ def _linear(
         passes.step["GEMM"] -= adding
     if linear.precision.quantized:
         sizes = {Role.INPUT: rows * inputs, Role.GRAD: rows * outputs, Role.WEIGHT: weights}
-        quantization = _quantization(linear.precision, sizes, names, device)
+        quantization = _quantization(linear.precision, sizes, names, device, known)
         for total, more in zip(passes, quantization, strict=True):
             total["quantization"] += more
     return seconds
 
 
 def _quantization(
-    precision: LinearPrecision, sizes: dict[Role, int], names: dict[Gemm, str], device: Device
-) -> tuple[float, float, float]:
+    precision: LinearPrecision, sizes: dict[Role, int], names: dict[Gemm, str], device: Device,
+    known: Role | None,
+) -> tuple[float, float, float]:  # fmt: skip
     """Return the seconds of quantizing in forward, in backward, and of a cached weight per step.
 
     A source is quantized for both its GEMMs at once. Backward converts the saved codes of the input
     into wgrad's operand; each pass converts the codes of a cached weight. ``sizes``: elements of
-    each source.
+    each source. ``known``: the source whose amax comes with it.
     """
     delayed = precision.history_length > 0
 
@@ -228,9 +244,12 @@ def _quantization(
         if not sides:
             return 0.0
         amaxes = any(
-            q.format.row_scaled
-            or (q.format.tensor_scaled and not delayed)
-            or (q.format.folds and names[gemm] == FOLDED)
+            (
+                q.format.row_scaled
+                or (q.format.tensor_scaled and not delayed)
+                or (q.format.folds and names[gemm] == FOLDED)
+            )
+            and not (role is known and Request(q, precision.gemms[gemm].hadamard).takes_tensor_amax)
             for gemm, q in sides
         )
         # Read, once more for amaxes, and written.

@@ -13,7 +13,11 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tile
 from megatron_lowbit.numerics.gemms import Gemm
 from megatron_lowbit.planning.hardware import GPU, SCANS
 from megatron_lowbit.recipes import LinearPrecision
-from megatron_lowbit.transformer_engine.native import folds_on_hopper, native_recipe
+from megatron_lowbit.transformer_engine.native import (
+    folds_on_hopper,
+    layer_recipe,
+    native_recipe,
+)
 
 BF16, FP32 = 2, 4
 GIB = 2**30
@@ -106,6 +110,11 @@ class Device(NamedTuple):
     def gemm(self, precision: LinearPrecision, gemm: Gemm) -> str:
         """Return the name of the GEMM that computes one of a linear layer's GEMMs."""
         return gemm_name(precision, gemm, self.gpu.capability, self.transformer_engine)
+
+    def is_lowbit(self, precision: LinearPrecision) -> bool:
+        """Return True if this project's kernels compute a layer of Transformer Engine."""
+        quantizes = self.transformer_engine and precision.quantized
+        return quantizes and layer_recipe(precision, self.gpu.capability) is None
 
     def flops(self, gemm: str) -> float:
         """Return the FLOP/s of a GEMM of that name in a long step."""

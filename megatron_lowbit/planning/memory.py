@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.plan import Moment, Saved, Source
-from megatron_lowbit.planning.compute import gradient_bytes, packed_bytes, weight_gradient_bytes
+from megatron_lowbit.planning.compute import (
+    fuses_mlp,
+    gradient_bytes,
+    packed_bytes,
+    weight_gradient_bytes,
+)
 from megatron_lowbit.planning.device import BF16, EXACT, FP32, Device, operand_bytes
 from megatron_lowbit.planning.hardware import SCANS
 from megatron_lowbit.planning.layouts import Layout
@@ -155,7 +160,9 @@ def _backward_of_a_layer(args: Namespace, parts: Counter[Part], device: Device) 
         kept = activation_bytes(args, part, device.scan)
         free = kept["activation"] + kept["scan"]
         # In front of it, the activation's gradient and its input's are there at once.
-        in_front = rows * (part.first.outputs + part.second.inputs) * BF16
+        in_front = rows * part.second.inputs * BF16
+        if not fuses_mlp(args, part, device):
+            in_front += rows * part.first.outputs * BF16
         largest = max(largest, _linear_backward(args, part.first, rows, device) - free, in_front)
     stream = local_tokens(args) * args.hidden_size * BF16
     return Amounts({"working memory": largest + 2 * stream})

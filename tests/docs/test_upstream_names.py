@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_lowbit"
 UPSTREAM = r"(?:megatron|transformer_engine)\b"
 OF_PYTHON_AND_TORCH = {
-    "_getframe", "_shutdown_workers", "_abort_process_group", "_forward_hooks", "_replace",
-    "_action_groups", "_option_string_actions", "_exit",
+    "_getframe", "_shutdown_workers", "_abort_process_group", "_replace", "_action_groups",
+    "_option_string_actions", "_exit", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+    "_backward_pre_hooks",
 }  # fmt: skip
 ROWS = re.findall(
     rf"^\| `({UPSTREAM}[\w.]*)` \| (.+?) \| (.+?) \|",

@@ -285,14 +285,33 @@ def test_a_loss_keeps_its_exponentials_unless_it_is_computed_in_place():
 
 
 def test_folded_operands_are_read_twice():
-    """2 bytes an element for the amax: of inputs, gradients, and weights once a step."""
+    """2 bytes an element for the amax: of inputs, gradients, and weights once a step.
+
+    The amaxes of SwiGLU's output and of its input's gradient come with them, unless it is apart.
+    """
     model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe fp8-tile"
-    folded = planned(model).seconds["quantization"]
-    apart = planned(f"{model} --recipe-set folding=false").seconds["quantization"]
+    folded, separate, apart = (
+        planned(f"{model} {more}").seconds["quantization"]
+        for more in ("", "--no-bias-swiglu-fusion", "--recipe-set folding=false")
+    )
     layers = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
     tokens = 256 * 4096 * sum(inputs + outputs for inputs, outputs in layers)
     weights = sum(inputs * outputs for inputs, outputs in layers)
-    assert folded - apart == pytest.approx(2 * 32 * (tokens + weights) / MOVED)
+    assert separate - apart == pytest.approx(2 * 32 * (tokens + weights) / MOVED)
+    assert separate - folded == pytest.approx(2 * 32 * 256 * 4096 * (14336 + 28672) / MOVED)
+
+
+def test_the_gradient_of_swiglu_takes_its_inputs_memory():
+    """Backward then needs most where fc1 computes, which was less than all three of SwiGLU's."""
+    model = f"{LLAMA_8B} --micro-batch-size 16 --precision-recipe mxfp8 --global-batch-size 16"
+    together, apart = (
+        planned(f"{model} {more}", vocabulary=4096).memory[-1]
+        for more in ("", "--no-bias-swiglu-fusion")
+    )
+    assert together.moment == apart.moment == "backward of a layer"
+    less = apart.parts["working memory"] - together.parts["working memory"]
+    assert 0 < less < 2 * 28672 * 16 * 4096
+    assert together.total == apart.total - less
 
 
 def test_blackwell_multiplies_nvfp4_only_through_transformer_engine():

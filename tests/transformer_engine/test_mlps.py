@@ -118,7 +118,7 @@ def test_an_mlp_gives_what_its_layers_give(layers, fc1, recipe):
 
 
 def test_gate_and_up_are_those_of_megatron_lms_mlp(layers):
-    """Which rounds twice here, without its compiler."""
+    """It rounds twice here, without its compiler."""
     mlp = mlp_of(layers)
     found, expected = results(mlp, mlp), results(mlp, lambda x: MLP.forward(mlp, x))
     assert len(layers.fused) == 1
@@ -129,7 +129,6 @@ def test_gate_and_up_are_those_of_megatron_lms_mlp(layers):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_ranks_of_an_mlp_sum_its_product(layers, monkeypatch, sequence_parallel):
     """Their tokens are those of its input where it is split, and of its product again."""
-
     asked = []
 
     def scatter(y, factor):
