@@ -1,6 +1,7 @@
 """Arguments that Megatron-LM parses and ignores are applied."""
 
 import shlex
+import sys
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ from megatron_lowbit.megatron.recipe_hook import model_config_of
 from megatron_lowbit.megatron.run.workarounds import (
     apply_ignored_arguments,
     fuse_gradient_accumulation,
+    hide_loss_from_second_parse,
 )
 
 # isort: split
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.utils import openai_gelu
+from megatron.training import ft_integration
 
 SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 GELU, OWN = torch.nn.functional.gelu, {"rope_scaling_factor": 8.0}
@@ -97,3 +100,32 @@ def test_apexs_extension_stays(monkeypatch):
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", "its own", raising=False)
     fuse_gradient_accumulation()
     assert layers.fused_weight_gradient_mlp_cuda == "its own"
+
+
+LOSS = "--cross-entropy-fusion-impl"
+
+
+@pytest.mark.parametrize(
+    ("given", "hidden"),
+    [
+        (f"{LOSS} lowbit", f"{LOSS} native"),
+        (f"{LOSS}=liger", f"{LOSS}=native"),
+        (f"{LOSS} te {LOSS}=te", f"{LOSS} te {LOSS}=te"),  # Megatron-LM's own
+        (f"{LOSS}=te --save lowbit {LOSS} liger", f"{LOSS}=te --save lowbit {LOSS} native"),
+        (f"--save=lowbit --seed 5 {LOSS}=lowbit", f"--save=lowbit --seed 5 {LOSS}=native"),
+    ],
+)
+def test_megatron_lms_second_parse_sees_losses_that_it_knows(given, hidden, monkeypatch):
+    """All other words stay as they are, and the parse itself succeeds."""
+    monkeypatch.setattr(sys, "argv", ["script", *given.split()])
+    hide_loss_from_second_parse()
+    assert sys.argv == ["script", *hidden.split()]
+    ft_integration.setup()
+
+
+@pytest.mark.parametrize("given", [f"{LOSS} lowbit", f"{LOSS}=liger"])
+def test_the_second_parse_refuses_a_loss_that_is_not_hidden(given, monkeypatch):
+    """Else the workaround is not needed any more."""
+    monkeypatch.setattr(sys, "argv", ["script", *given.split()])
+    with pytest.raises(SystemExit):
+        ft_integration.setup()

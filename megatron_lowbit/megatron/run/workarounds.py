@@ -7,11 +7,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache, wraps
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.kernels.cublas import scaled_matmul
 
 
@@ -52,12 +54,10 @@ def hide_loss_from_second_parse() -> None:
 
     ``pretrain`` parses the command line again, for fault tolerance, with Megatron-LM's choices.
     """
-    flag, words = "--cross-entropy-fusion-impl", sys.argv
-    for index, word in enumerate(words):
-        if word.startswith(f"{flag}="):
-            words[index] = f"{flag}=native"
-        elif word == flag and index + 1 < len(words):
-            words[index + 1] = "native"
+    for index, (before, word) in enumerate(pairwise(["", *sys.argv])):
+        flag, _, value = word.rpartition("=") if "=" in word else (before, "", word)
+        if flag == "--cross-entropy-fusion-impl" and value in LOSSES:
+            sys.argv[index] = word.removesuffix(value) + "native"
 
 
 def train_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
