@@ -215,15 +215,18 @@ def _load(
     """
     raw, source = _read(name_or_path)
     load_target = None if is_target else cache(lambda name: _load(name, is_target=True)[1])
-    checked, spec = _checked(raw, source)
+    spec = _checked(raw, source)
     recipe = spec.build(source, load_target)
     for path, why in spec.effects().items():
         if why is not None:
             raise UserError(f"{source}: {'.'.join(path)}: without effect, {why}; remove it")
     if not overrides:
-        return checked, recipe
-    changed = [(override, apply_override(raw, override)) for override in overrides]
-    checked, spec = _checked(raw, source)
+        return raw, recipe
+    changed = []
+    for override in overrides:
+        changed.append((override, apply_override(raw, override)))
+        _copy_output_config(raw)  # The next override may change a field of it.
+    spec = _checked(raw, source)
     recipe = spec.build(source, load_target)
     effects = spec.effects()
     for override, paths in changed:
@@ -235,24 +238,29 @@ def _load(
         ]
         if reasons and None not in reasons:
             raise UserError(f"--recipe-set {override}: without effect, {reasons[0]}; remove it")
-    return checked, recipe
+    return raw, recipe
 
 
-def _checked(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], RecipeSpec]:
-    """Check raw YAML data, and copy the config of a shipped recipe that ``output_layer`` names."""
+def _checked(raw: dict[str, Any], source: str) -> RecipeSpec:
+    """Check raw YAML data, after :func:`_copy_output_config`."""
     spec = parse_recipe(raw, source)
     name = spec.output_layer
     if name is None or name in spec.configs:
-        return raw, spec
-    shipped = _single_configs()
-    choices = [*{**spec.configs, **shipped}]
-    near = get_close_matches(name, choices) or choices
-    require(
-        name in shipped,
-        f"{source}: output_layer: no config {name!r}; use one of {', '.join(near)}",
-    )
-    raw = {**raw, "configs": {**raw["configs"], name: shipped[name]}}
-    return raw, parse_recipe(raw, source)
+        return spec
+    if not _copy_output_config(raw):
+        choices = [*{**spec.configs, **_single_configs()}]
+        near = get_close_matches(name, choices) or choices
+        raise UserError(f"{source}: output_layer: no config {name!r}; use one of {', '.join(near)}")
+    return parse_recipe(raw, source)
+
+
+def _copy_output_config(raw: dict[str, Any]) -> bool:
+    """Copy the config of a shipped recipe that ``output_layer`` names; return True if it does."""
+    name = raw.get("output_layer")
+    if not isinstance(name, str) or name in raw["configs"] or name not in _single_configs():
+        return False
+    raw["configs"][name] = _single_configs()[name]
+    return True
 
 
 def _single_configs() -> dict[str, Any]:

@@ -56,6 +56,21 @@ def test_a_change_of_all_configs_does_not_reach_a_shipped_recipe(mine):
     assert recipe.precision_for(BLOCK).stochastic
 
 
+@pytest.mark.parametrize("field", ["grad.rounding", "configs.mxfp8.grad.rounding"])
+@pytest.mark.parametrize("of_file", [False, True])
+def test_later_changes_reach_the_copy_of_a_shipped_config(mine, tmp_path, field, of_file):
+    """Named by a change or by the recipe's file; the shipped recipe stays as it is."""
+    name, changes = mine, ["output_layer=mxfp8"]
+    if of_file:
+        path, changes = tmp_path / "file.yaml", []
+        path.write_text(MINE.replace("output_layer: wide", "output_layer: mxfp8"))
+        name = str(path)
+    recipe = load_recipe(name, [*changes, f"{field}=stochastic"])
+    mxfp8 = load_recipe("mxfp8", "grad.rounding=stochastic").configs["mxfp8"]
+    assert recipe.precision_for(HEAD) == mxfp8 != load_recipe("mxfp8").configs["mxfp8"]
+    assert recipe.precision_for(BLOCK).stochastic == (field == "grad.rounding")
+
+
 def test_none_removes_it(mine):
     for value in ("none", "null"):
         assert not load_recipe(mine, f"output_layer={value}").takes_output_layer
