@@ -86,7 +86,6 @@ CITED = {
     "mlp.py:354": "output += output_bias",
     "torch_norm.py:44": "assert (",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
-    "distributed_data_parallel.py:491": "not param.grad_added_to_main_grad or",
     "language_module.py:261": ".zero_out_wgrad = True",
     "distrib_optimizer.py:2061": "def load_parameter_state_from_dp_reshardable",
 }

@@ -119,9 +119,17 @@ def test_expanded_labels_and_gradients_of_losses():
     assert torch.equal(logits.grad, copy.grad)
 
 
-def test_logits_that_are_not_contiguous_are_copied():
+@pytest.mark.parametrize(
+    "stride",
+    [
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: torch.nn.functional.pad(x, (0, 3))[..., :-3],  # which can be flattened by a view
+    ],
+)
+def test_logits_that_are_not_contiguous_are_copied(stride):
     logits, labels, weights = case()
-    strided = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    strided = stride(logits.detach()).requires_grad_()
+    assert not strided.is_contiguous()
     before = strided.detach().clone()
     losses = [cross_entropy(x, labels, None) for x in (logits, strided)]
     for each in losses:
