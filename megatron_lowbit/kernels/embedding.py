@@ -39,11 +39,11 @@ def _add_rows_kernel(
 ):
     """Add the rows of an id, if it is the first of its kind, to COLUMNS of ``sums``.
 
-    ``ids`` are sorted, those to leave out negative; ``order`` are their tokens.
+    ``ids`` are sorted, those to leave out -1; ``order`` are their tokens.
     """
     at = tl.program_id(0)
     id = tl.load(ids + at)
-    if (id >= 0) & (id != tl.load(ids + at - 1, mask=at > 0, other=-1)):
+    if id != tl.load(ids + at - 1, mask=at > 0, other=-1):
         col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total = tl.zeros((COLUMNS,), tl.float32)
         while tl.load(ids + at, mask=at < tokens, other=-1) == id:
