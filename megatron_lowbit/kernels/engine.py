@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ Into = tuple[Tensor, bool | Tensor] | None
 """Tensor that :meth:`Engine.gemm` writes or adds a product to, and True if it adds."""
 ScaleAmax = Callable[[Tensor], Tensor]
 """Function of FP32 scalars."""
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The transpose of an operand in square blocks, which it shares its codes with."""
+
+    of: QuantizedTensor
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of the operand."""
+        return self.of.format
 
 
 class Engine:

@@ -17,6 +17,7 @@ from megatron_lowbit.kernels.elements import (
     over_block,
     round_nearest,
 )
+from megatron_lowbit.kernels.engine import Transposed
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.sections import FIRST_TILE, ROWS, X, entry, pointer, section_of
 from megatron_lowbit.kernels.support import kernel_of
@@ -56,18 +57,6 @@ class ExactBF16:
         values = self.values.float()
         values = values if self.tensor_scale is None else values * self.tensor_scale
         return values if self.mean is None else values + self.mean
-
-
-@dataclass(frozen=True)
-class Transposed:
-    """The transpose of an operand in square blocks, which it shares its codes with."""
-
-    of: QuantizedTensor
-
-    @property
-    def format(self) -> BlockFormat:
-        """The format of the operand."""
-        return self.of.format
 
 
 GpuOperand = Tensor | QuantizedTensor | ExactBF16 | Transposed

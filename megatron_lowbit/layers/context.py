@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.engine import Engine, accumulate_into
+from megatron_lowbit.kernels.engine import Engine, Transposed, accumulate_into
 from megatron_lowbit.layers.fallback import WithSource, recompute_unless_finite, without_source
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 from megatron_lowbit.numerics import (
     Amaxes,
     AmaxHistory,
     DelayedAmax,
-    QuantizedTensor,
     Request,
     Rounding,
     ScaleAmaxes,
@@ -43,13 +42,6 @@ class WeightCache:
         """Discard the quantized weight, unless it is stored."""
         if not self.stored:
             self.operands = None
-
-
-@dataclass(frozen=True)
-class LazyTranspose:
-    """Weight (N, K) in square blocks, whose transpose dgrad makes when it multiplies."""
-
-    of: QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -234,12 +226,12 @@ class LinearContext:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
         ``beta`` is as for :meth:`Engine.gemm`. ``rhs`` is fprop's operand where dgrad or wgrad
-        takes its values, and may be a ``LazyTranspose``. Each rank falls back for its own product,
-        before products are summed over ranks.
+        takes its values. Each rank falls back for its own product, before products are summed over
+        ranks.
         """
         precision, engine = self.precision.gemms[name], self.engine
         left, right = without_source(lhs), without_source(rhs)
-        if isinstance(right, LazyTranspose):
+        if isinstance(right, Transposed):  # stored codes: as this engine multiplies them
             right = engine.transposed(right.of)
         if self.plan()[name, GEMM_ROLES[name][1]].source is Source.DEQUANTIZED:
             right = engine.transpose(right, left)

@@ -15,9 +15,8 @@ from torch.nn import Parameter
 
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron_lowbit import load_recipe
-from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.engine import ReferenceEngine, Transposed
 from megatron_lowbit.layers import LinearContext, WeightCache
-from megatron_lowbit.layers.context import LazyTranspose
 from megatron_lowbit.megatron.features.stored_bucket import Packed, StoredBucket, cut_rows
 from megatron_lowbit.numerics import quantize
 
@@ -166,9 +165,8 @@ def check_own_shard(model: Model, stored: StoredBucket, expected: dict) -> None:
 def check_weight(context, weight, format: str, options: dict, one_set: bool) -> None:
     by_row, by_col = context.weight_cache.operands
     same(by_row, quantize(weight, format, **options))
-    if isinstance(by_col, LazyTranspose):
-        by_col = context.engine.transposed(by_col.of)
-        same(by_col, quantize(weight.t(), format, **options))
+    if isinstance(by_col, Transposed):
+        same(context.engine.transposed(by_col.of), quantize(weight.t(), format, **options))
     elif one_set:
         assert by_col is by_row
     else:

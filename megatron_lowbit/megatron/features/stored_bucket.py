@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_lowbit.layers.context import LazyTranspose, LinearContext
+from megatron_lowbit.kernels.engine import Transposed
+from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.operands import quantize_weight
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.gemms import Gemm, Role
@@ -131,7 +132,7 @@ class _Weight:
             self.shape,
         )
         serves = self.context.precision.weight_serves_dgrad
-        of_dgrad = LazyTranspose(self.codes) if serves else self.codes
+        of_dgrad = Transposed(self.codes) if serves else self.codes
         self.context.weight_cache.operands = self.codes, of_dgrad
 
     def request(self, rows: int) -> Any:
