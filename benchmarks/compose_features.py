@@ -52,8 +52,8 @@ class Feature(NamedTuple):
 
 
 FEATURES = {name: Feature(**attributes) for name, attributes in DECLARED["features"].items()}
-PAIRS = [*combinations_with_replacement(FEATURES, 2)]
-"""All pairs of features; a feature with itself is a single feature."""
+PAIRS = [tuple(dict.fromkeys(pair)) for pair in combinations_with_replacement(FEATURES, 2)]
+"""All pairs of features and, as a feature with itself, all single features, ordered alike."""
 
 SPREAD = {"TP2", "SP", "CP2", "EP2", "ETP2"}
 """Features that split or spread layers over ranks."""
@@ -248,8 +248,7 @@ class Run(NamedTuple):
 
 def runs_of(layers: str, recipe: str, on_gpu: bool) -> Iterable[Run]:
     """Yield a run for each pair of features."""
-    for pair in PAIRS:
-        features = tuple(name for name in FEATURES if name in pair)
+    for features in PAIRS:
         yield Run(
             features, layers, recipe, on_gpu,
             in_bf16=on_gpu or "quantized-params" in features, from_seed="FSDP" in features,

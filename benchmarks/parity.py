@@ -109,11 +109,6 @@ class Run(NamedTuple):
         """Number of processes."""
         return self.made.processes
 
-    @property
-    def on_gpu(self) -> bool:
-        """True where there are GPUs."""
-        return torch.cuda.is_available()
-
     def obstacle(self, gpus: int) -> None:
         """Return why this machine cannot run it: ``main`` refuses such layouts."""
 

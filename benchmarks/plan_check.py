@@ -11,9 +11,7 @@ not repeated. Without a GPU tiny twins of the models run on the CPU, to try the 
 second command writes what was measured into docs/planning.md.
 """
 
-import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +19,7 @@ import torch
 
 from benchmarks import training_steps
 from benchmarks.model import VOCABULARY
+from benchmarks.records import current
 from benchmarks.training_steps import (
     HYBRID,
     OURS,
@@ -103,9 +102,7 @@ def run_case(case: Case, devices: str | None, more: Sequence[str]) -> dict:
 def held_by_others(output: Path) -> set[str]:
     """Return the cases of this Megatron-LM in other machines' files of the output's folder."""
     files = set(output.parent.glob("plan_check-*.json")) - {output}
-    records = [json.loads(file.read_text()) for file in sorted(files)]
-    current = [x for x in records if x["machine"]["megatron_core"] == version("megatron-core")]
-    return {name_of(row) for data in current for row in data["rows"] if ended_well(row)}
+    return {name_of(row) for data in current(files) for row in data["rows"] if ended_well(row)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -84,6 +84,12 @@ def read(file: Path, key: str = "rows") -> list[dict[str, Any]]:
     return json.loads(file.read_text()).get(key, []) if file.is_file() else []
 
 
+def current(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return records of the installed Megatron-LM, ordered by file; plans describe no other."""
+    found = [json.loads(file.read_text()) for file in sorted(files)]
+    return [x for x in found if x["machine"]["megatron_core"] == version("megatron-core")]
+
+
 def parser(description: str | None, **defaults: Path) -> argparse.ArgumentParser:
     """Return a parser whose help is the module's docstring, with an option for each path."""
     made = argparse.ArgumentParser(

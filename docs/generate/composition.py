@@ -98,14 +98,9 @@ def bounds() -> list[list[str]]:
     return rows
 
 
-def _ordered(pair: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in FEATURES if name in pair)
-
-
 def page(cells: Cells, machines: Sequence[Mapping[str, Any]]) -> str:
     """Return the page's text."""
-    pairs = [_ordered(pair) for pair in PAIRS]
-    by_pair = {pair: [cells.get((*column, pair)) for column in COLUMNS] for pair in pairs}
+    by_pair = {pair: [cells.get((*column, pair)) for column in COLUMNS] for pair in PAIRS}
     outcomes = [Counter(map(outcome_of, column)) for column in zip(*by_pair.values(), strict=True)]
     names = sorted(set().union(*outcomes))
     messages: dict[str, int] = {}

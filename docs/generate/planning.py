@@ -7,8 +7,7 @@ stands between the page's markers, also what is calculated for large clusters.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -27,6 +26,8 @@ from megatron_lowbit.recipes import load_recipes
 from benchmarks import flagship, megatron_lm
 from benchmarks.model import CONTENDERS, IN_TE, MODEL, VOCABULARY
 from benchmarks.plan_check import COUNTED, ITERATIONS, NAME
+from benchmarks.records import current
+from benchmarks.training_steps import from_root
 
 GPUS_PER_NODE = 8
 
@@ -40,13 +41,9 @@ def planned(
     accumulate: bool = True,
 ) -> Estimate:
     """Return the planner's figures of training's arguments as they are."""
-    args = TrainingArguments(_here(words)).parse(gpus)
+    args = TrainingArguments(from_root(words)).parse(gpus)
     device = Device(gpu(card), args.transformer_impl == "transformer_engine", scan, accumulate)
     return _plans([(layout_of(args, gpus), args)], vocabulary, device)[0]
-
-
-def _here(words: Sequence[str]) -> list[str]:
-    return [word.replace("@examples", f"@{ROOT}/examples") for word in words]
 
 
 def _plans(tried: list[Candidate], vocabulary: int, device: Device) -> list[Estimate]:
@@ -64,19 +61,13 @@ def body(results: Path) -> str | None:
     """Return figures measured with this version of Megatron-LM; None where there are none."""
     runs = [
         (data, *_runs(data))
-        for data in _current(sorted(results.glob("plan_check-*.json")))
+        for data in current(results.glob("plan_check-*.json"))
         if data["machine"]["gpu"] != "none"  # tried out on a CPU
     ]
-    models = [(data, _layers(data)) for data in _current([results / "model-h200.json"])]
+    models = [(data, _layers(data)) for data in current(results.glob("model-h200.json"))]
     measured = {"iterations": ITERATIONS, "counted": COUNTED, "names": NAME, "headings": HEADINGS}
     text = render("planning-measured", runs=runs, models=models, **measured)
     return text.strip() or None
-
-
-def _current(files: Iterable[Path]) -> list[dict]:
-    """Return the contents of files of the installed Megatron-LM; plans describe no other."""
-    records = [json.loads(file.read_text()) for file in files if file.is_file()]
-    return [x for x in records if x["machine"]["megatron_core"] == version("megatron-core")]
 
 
 HEADINGS = ("GiB planned", "measured", "off", "ms a step, planned", "measured", "off")
