@@ -151,8 +151,14 @@ def test_models_have_megatron_lms_losses_and_gradients(model, name):
 
 
 @on_a_cpu
-@each_loss
-@pytest.mark.parametrize("more", ["", "--sequence-parallel"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("lowbit", "--sequence-parallel"),
+        pytest.param("lowbit", "", marks=pytest.mark.slow),
+        pytest.param("liger", "--sequence-parallel", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_that_share_the_vocabulary_have_megatron_lms_losses(run_ranks, more, name):
     run_ranks(__file__, 2, name, f"{MODELS['GPT with MTP']} {TP2} {more}", timeout=100)
 
