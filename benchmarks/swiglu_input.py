@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks import records
 from megatron_lowbit.numerics import quantize
+from megatron_lowbit.numerics.swiglu import swiglu_grad
 
 ROWS, WIDTH = 1024, 4096
 SPREADS = (0.01, 0.05, 0.5, 5.0)
@@ -17,21 +18,13 @@ OUTLIERS = 1e-4
 """Share of values that are a thousand times larger in the last case."""
 
 
-def swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of SwiGLU's input x (R, 2N) in FP32, of its output's grad (R, N)."""
-    gate, up = x.float().chunk(2, -1)
-    sigmoid = torch.sigmoid(gate)
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((grad * slope * up, grad * gate * sigmoid), -1)
-
-
 def errors(x: Tensor, grad: Tensor) -> tuple[float, float]:
     """Return the relative errors of the gradient with the plain cast, and with FP8 tiles."""
-    exact = swiglu_grad(x, grad)
+    exact = swiglu_grad(x.float(), grad)
     plain = x.to(torch.float8_e4m3fn).to(x.dtype)
     scaled = quantize(x, "fp8-1x128-e4m3").dequantize().to(x.dtype)
     differences = [
-        (swiglu_grad(kept, grad) - exact).norm() / exact.norm() for kept in (plain, scaled)
+        (swiglu_grad(kept.float(), grad) - exact).norm() / exact.norm() for kept in (plain, scaled)
     ]
     return float(differences[0]), float(differences[1])
 
