@@ -82,6 +82,6 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
 
 COLUMNS = {
     "forward ms": "forward", "backward ms": "backward", "ms": "both", "bound": "bound_ms",
-    "bytes a logit": "bytes_a_logit", "TB/s": "tb_per_s",
+    "bytes per logit": "bytes_a_logit", "TB/s": "tb_per_s",
 }  # fmt: skip
 main = runner.over_sizes("loss", __doc__, BYTES, SIZES, run, COLUMNS)

@@ -196,7 +196,7 @@ class Engine:
 
         Args:
             sums: FP32 or BF16 (N, K), contiguous; a row is rounded once.
-            ids: integers (T,) below N; rows of id -1 are left out.
+            ids: integers (T,) below N; rows of id -1 are skipped.
             rows: FP32 or BF16.
         """
         sums.add_(torch.ops.aten.embedding_dense_backward(rows.float(), ids, len(sums), -1, False))

@@ -5,8 +5,8 @@ sum of exponentials of what it reads, and threads exchange theirs at the end of 
 of an exponential of the difference d from the maximum is (4 + 3 d) 2^-24 of it, for logits of any
 size: the maximum is subtracted in FP32 before the difference is multiplied by log2(e).
 
-Both kernels move 6 bytes a BF16 logit: 4096 tokens of a vocabulary of 128256 are 3.2 GB, 1.05 ms at
-an H100's 3.0 TB/s.
+Together the kernels move 6 bytes per BF16 logit: 4096 tokens of a vocabulary of 128256 are 3.2 GB,
+1.05 ms at an H100's 3.0 TB/s.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """SwiGLU and its gradient, with the amax of what they write, which quantization then need not take.
 
-Formulas are those of :func:`megatron_lowbit.numerics.swiglu.swiglu` and ``swiglu_grad``.
+The formulas are in :mod:`megatron_lowbit.numerics.swiglu`.
 """
 
 from functools import lru_cache

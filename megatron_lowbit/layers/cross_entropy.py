@@ -15,14 +15,14 @@ def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
     """Compute the cross-entropy of each token.
 
     A label outside the vocabulary, such as -100, counts like the largest logit in the loss and like
-    none in the gradient, as in Megatron-LM's loss: a mask leaves out its token.
+    none in the gradient, as in Megatron-LM's loss: a loss mask excludes its token.
 
     Args:
         logits: (sequence, batch, this rank's share of the vocabulary), BF16, FP16 or FP32. Backward
             overwrites them, or a copy if they are not contiguous. It raises RuntimeError the second
             time, as does the backward pass of another operation that needs them later.
         labels: indices of the whole vocabulary (sequence, batch), int64.
-        group: ranks that share the vocabulary; None for this one alone.
+        group: ranks that share the vocabulary; None for this rank only.
 
     Returns:
         Losses (sequence, batch) in FP32.

@@ -67,8 +67,8 @@ def lowbit_mlp(
 ) -> Tensor:
     """Compute ``(silu(gate) * up) @ fc2.T`` for ``gate, up = x @ fc1.T``, each in its precision.
 
-    The result is that of two calls of :func:`megatron_lowbit.layers.lowbit_linear` with SwiGLU
-    between them, bit for bit. A second backward pass raises RuntimeError, also with
+    The result equals two calls of :func:`megatron_lowbit.layers.lowbit_linear` with SwiGLU between
+    them, bit for bit. A second backward pass raises RuntimeError, also with
     ``retain_graph``.
 
     Args:

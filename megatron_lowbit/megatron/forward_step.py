@@ -134,7 +134,7 @@ class _LossChecks:
     """Checks of a step's losses, each while the GPU computes the next micro batch.
 
     A GPU idles from a look at its loss until backward begins. Only the loss of a step's last micro
-    batch, and of evaluations, is looked at at once, so that no update follows one that fails.
+    batch, and of evaluations, is checked immediately, so that no update follows one that fails.
     """
 
     def __init__(self) -> None:

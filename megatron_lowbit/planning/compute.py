@@ -136,7 +136,7 @@ def _add_communication(
 
 
 LOSS_BYTES = {None: (38, 14), "native": (22, 6), "liger": (8, 14), "lowbit": (2, 4)}
-"""Bytes of a BF16 logit that the loss moves, forward and backward, by what fuses it.
+"""Bytes per BF16 logit that the loss moves, forward and backward, by what fuses it.
 
 Cross-entropy copies logits to FP32, finds the maximum, subtracts it, exponentiates, sums and
 divides; backward multiplies and casts. Fused, these are three kernels and one. liger-kernel reads
