@@ -3,10 +3,10 @@
     python -m benchmarks main_grad --sweep
 
 Products of dY's transpose (N, tokens) and X's transpose (K, tokens) in BF16 and in FP8 with a scale
-per tensor: written in BF16, written in FP32, added to FP32, and added to zeros that a scalar in
-device memory tells the GEMM not to read. The layers are Llama-3-8B's. An element of the product
-moves 2 bytes if it is written in BF16, 4 in FP32, and 8 if it is added. The bound is the product's
-FLOPs at the rate of a large GEMM, or those bytes at the rate of a copy if they take longer.
+per tensor: written in BF16, written in FP32, and added to FP32. The layers are Llama-3-8B's. An
+element of the product moves 2 bytes if it is written in BF16, 4 in FP32, and 8 if it is added. The
+bound is the product's FLOPs at the rate of a large GEMM, or those bytes at the rate of a copy if
+they take longer.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ SIZES = [
     for outputs, inputs in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 ]
 GEMMS = {"BF16": "bf16", "FP8": "fp8 per tensor"}
-WAYS = {"written in BF16": 2, "written": 4, "added": 8, "added to zeros": 4}
+WAYS = {"written in BF16": 2, "written": 4, "added": 8}
 """Bytes that an element of the product moves."""
 CONTENDERS = {f"{name}, {way}": (name, way) for name in GEMMS for way in WAYS}
 
@@ -51,8 +51,7 @@ def product(size: Size, name: str, way: str) -> timing.Step:
     out_dtype = torch.bfloat16 if way == "written in BF16" else torch.float32
     out = torch.zeros(shape, dtype=out_dtype, device=device)
     factor = torch.ones((), device=device)
-    beta = {"added": True, "added to zeros": torch.zeros((), device=device)}.get(way, False)
-    return lambda mark: scaled_matmul(lhs, rhs, factor, out_dtype, out, beta)
+    return lambda mark: scaled_matmul(lhs, rhs, factor, out_dtype, out, way == "added")
 
 
 def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:

@@ -2,12 +2,18 @@
 
 Tensor scales are made on the device. Multiplied into the sums here they cost nothing; a pass over
 the product takes a tenth of the GEMM's time. So does adding a weight's gradient to what earlier
-microbatches gave. Constants are from cublasLt.h.
+microbatches gave.
+
+cuBLAS has faster kernels for a beta of 1 that it can see, in host memory: they add to memory
+without reading it back. Alpha lies where beta does. FP8's factor is therefore the scale of an
+operand, which is a pointer anyway; BF16 operands have none, and a factor takes beta to the device.
+Constants are from cublasLt.h.
 """
 
 import ctypes
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +24,12 @@ _TYPES = {  # cudaDataType_t
 }  # fmt: skip
 _COMPUTE_FP32 = 68
 _POINTER_MODE, _TRANSA, _TRANSB = 2, 3, 4  # cublasLtMatmulDescAttributes_t
-_ON_DEVICE = 1
+_IN_HOST_MEMORY, _ON_DEVICE = 0, 1
+_SCALE = 17  # A_SCALE_POINTER
 _WORKSPACE_LIMIT, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t
 _WORKSPACE = 32 * 2**20
+_SHARES = {False: c_float(0.0), True: c_float(1.0)}
+_LOCK = Lock()
 
 
 class _Heuristic(ctypes.Structure):
@@ -50,7 +59,7 @@ def scaled_matmul(
     factor: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
-    beta: bool | Tensor = True,
+    beta: bool = True,
 ) -> Tensor:
     """Compute ``factor * a @ b.T``, or ``out + factor * a @ b.T``, rounded once.
 
@@ -63,30 +72,37 @@ def scaled_matmul(
         out_dtype: of the result (M, N): BF16 or FP32.
         out: contiguous (M, N) in ``out_dtype`` for the result, which has what the product is added
             to; None for a new one.
-        beta: False to write to ``out`` without adding; or an FP32 scalar on the same GPU, 0 where
-            ``out`` has nothing but zeros, which are then not read, else 1.
+        beta: False to write to ``out`` without adding.
 
     Raises:
         RuntimeError: cuBLASLt has no algorithm for these matrices, or fails.
     """
-    y, beta = out, False if out is None else beta
+    y, adds = out, beta and out is not None
     if y is None:
         y = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not a.numel() or not b.numel():
-        return y.zero_() if beta is False else y
+        return y if adds else y.zero_()
     a, b = _dense(a), _dense(b)
     # cuBLAS counts columns first: the transpose of y is b times the transpose of a.
-    plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), a.device)
-    description, (left, right, result), choice = plan
+    left, right, result = _matrix(b), _matrix(a, transposed=True), _matrix(y)
+    scaled = factor is not None and a.dtype.itemsize == 1
+    alpha: object = byref(_SHARES[True])
+    share: object = byref(_SHARES[adds])
+    on_device = factor is not None and not scaled
+    if on_device:
+        alpha, share = factor.data_ptr(), _constant(float(adds), a.device).data_ptr()
+    description, layouts, choice = _plan(left, right, result, a.device, on_device)
     workspace = torch.empty(choice.workspace, dtype=torch.uint8, device=a.device)
-    share = beta if isinstance(beta, Tensor) else _constant(float(beta), a.device)
-    factor = _constant(1.0, a.device) if factor is None else factor
-    _call(
-        "cublasLtMatmul", torch.cuda.current_blas_handle(), description, factor.data_ptr(),
-        b.data_ptr(), left, a.data_ptr(), right, share.data_ptr(), y.data_ptr(), result,
-        y.data_ptr(), result, byref(choice), workspace.data_ptr(), choice.workspace,
-        torch.cuda.current_stream(a.device).cuda_stream,
-    )  # fmt: skip
+    stream = torch.cuda.current_stream(a.device).cuda_stream
+    with _LOCK:  # the description of all such calls has the scale
+        if a.dtype.itemsize == 1:
+            scale = c_void_p(factor.data_ptr() if scaled else None)
+            _set("cublasLtMatmulDescSetAttribute", description, {_SCALE: scale})
+        _call(
+            "cublasLtMatmul", torch.cuda.current_blas_handle(), description, alpha, b.data_ptr(),
+            layouts[0], a.data_ptr(), layouts[1], share, y.data_ptr(), layouts[2], y.data_ptr(),
+            layouts[2], byref(choice), workspace.data_ptr(), choice.workspace, stream,
+        )  # fmt: skip
     return y
 
 
@@ -109,13 +125,16 @@ def _matrix(x: Tensor, transposed: bool = False) -> _Matrix:
 
 @cache
 def _plan(
-    left: _Matrix, right: _Matrix, out: _Matrix, device: torch.device
+    left: _Matrix, right: _Matrix, out: _Matrix, device: torch.device, on_device: bool
 ) -> tuple[c_void_p, list[c_void_p], _Heuristic]:
-    """Return the description, the layouts of three matrices, and the algorithm of such a call."""
+    """Return the description, the layouts of three matrices, and the algorithm of such a call.
+
+    ``on_device``: alpha and beta are in device memory.
+    """
     description, preference = c_void_p(), c_void_p()
     _call("cublasLtMatmulDescCreate", byref(description), c_int(_COMPUTE_FP32), c_int(0))
     _set("cublasLtMatmulDescSetAttribute", description, {
-        _POINTER_MODE: c_int32(_ON_DEVICE),
+        _POINTER_MODE: c_int32(_ON_DEVICE if on_device else _IN_HOST_MEMORY),
         _TRANSA: c_int32(left.transposed),
         _TRANSB: c_int32(right.transposed),
     })  # fmt: skip

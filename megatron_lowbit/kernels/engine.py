@@ -31,7 +31,7 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
 from megatron_lowbit.numerics.swiglu import swiglu, swiglu_grad
 
-Into = tuple[Tensor, bool | Tensor] | None
+Into = tuple[Tensor, bool] | None
 """Tensor that :meth:`Engine.gemm` writes or adds a product to, and True if it adds."""
 ScaleAmax = Callable[[Tensor], Tensor]
 """Function of FP32 scalars."""
@@ -127,9 +127,7 @@ class Engine:
             lhs, rhs, bias, accumulation, out_dtype: as there.
             folding: False to leave operands with power-of-two scales as they are.
             into: FP32 or BF16 tensor (M, N), to which the product in FP32 is added in place, and
-                True. It is rounded once, with the sum. In place of True, False writes the product
-                there; so may an FP32 scalar on the same device, 0 where the tensor has nothing but
-                zeros, which a GEMM that adds need not read, else 1.
+                True. It is rounded once, with the sum. False writes the product there.
         """
         if into is not None and _are_bf16(lhs, rhs):
             lhs, rhs = lhs.float(), rhs.float()  # whose product is not rounded
@@ -216,9 +214,9 @@ class ReferenceEngine(Engine):
     name = "reference"
 
 
-def accumulate_into(out: Tensor, beta: bool | Tensor, product: Tensor) -> Tensor:
+def accumulate_into(out: Tensor, beta: bool, product: Tensor) -> Tensor:
     """Write a product to ``out``, or add it to that, as :meth:`Engine.gemm` says."""
-    return out.copy_(product) if beta is False else out.add_(product)
+    return out.add_(product) if beta else out.copy_(product)
 
 
 def _are_bf16(*operands: Any) -> bool:

@@ -38,7 +38,7 @@ def multiply(
     if into is not None:
         out, beta = into
         # A sum is rounded to BF16 after it, so that a GEMM would round the product first.
-        dtypes = (torch.float32, torch.bfloat16) if beta is False else (torch.float32,)
+        dtypes = (torch.float32,) if beta else (torch.float32, torch.bfloat16)
         if out.dtype in dtypes and out.is_contiguous():
             return GEMMS[route](lhs, rhs, out.dtype, into)
         return accumulate_into(out, beta, GEMMS[route](lhs, rhs, torch.float32))
@@ -86,7 +86,7 @@ def tile_product(
     tiles = 4 if TILE in (lhs.format.block_rows, rhs.format.block_rows) else 1
     (a, scale_a), (b, scale_b) = (_tile_operand(operand, tiles) for operand in (lhs, rhs))
     operands = a, b.t(), scale_a, scale_b.t()
-    if into is not None and into[1] is False and into[0].shape == (len(a), len(b)):
+    if into is not None and not into[1] and into[0].shape == (len(a), len(b)):
         return torch._scaled_mm(*operands, out_dtype=dtype, out=into[0])
     return _finish(torch._scaled_mm(*operands, out_dtype=dtype), lhs, rhs, into)
 

@@ -56,8 +56,8 @@ class LinearContext:
         shards: how tensor parallelism splits the layer.
         accumulate_main_grad: add dW to ``weight.main_grad`` (where the weight has one), as
             megatron-core's DistributedDataParallel expects of fused accumulation.
-        main_grad_beta: FP32 scalar in device memory, 0 while ``weight.main_grad`` is zero, else 1;
-            for CUDA graphs. None to look at what DistributedDataParallel notes on the weight.
+        main_grad_beta: False to write dW there, True to add it, in CUDA graphs. None to look at
+            what DistributedDataParallel notes on the weight.
         amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
             and written in training. Whoever owns it ends its steps.
         weight_cache: keeps the quantized weight for the next call, in training.
@@ -74,7 +74,7 @@ class LinearContext:
     training: bool = True
     shards: Shards = UNSHARDED
     accumulate_main_grad: bool = False
-    main_grad_beta: Tensor | None = None
+    main_grad_beta: bool | None = None
     amax_history: AmaxHistory | None = None
     weight_cache: WeightCache | None = None
     fallbacks: Tensor | None = None
@@ -221,7 +221,7 @@ class LinearContext:
         dtype: torch.dtype,
         bias: Tensor | None = None,
         out: Tensor | None = None,
-        beta: bool | Tensor = True,
+        beta: bool = True,
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 

@@ -184,7 +184,7 @@ def _accumulate_wgrads(
     main_grads = [operands.main_grad_of(group.context, weight) for weight in weights]
     sums = [main_grad.sums for main_grad in main_grads if main_grad is not None]
     if len(sums) == len(weights):
-        beta = any(main_grad and main_grad.beta is not False for main_grad in main_grads)
+        beta = any(main_grad and main_grad.beta for main_grad in main_grads)
         group.multiply(Gemm.WGRAD, lhs, rhs, sums, beta)
         return operands.added_to_main_grads(weights)
     wgrads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()

@@ -210,7 +210,7 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
 def accumulate_wgrad_into(
     context: LinearContext,
     weight: Tensor,
-    wgrad: Callable[[torch.dtype, Tensor | None, bool | Tensor], Tensor],
+    wgrad: Callable[[torch.dtype, Tensor | None, bool], Tensor],
 ) -> Tensor:
     """Add dW to ``weight.main_grad`` and return a placeholder, or return dW for autograd to add.
 
@@ -227,7 +227,7 @@ class MainGrad(NamedTuple):
     """Main gradient (N, K) of a weight; ``beta`` is as for :meth:`Engine.gemm`."""
 
     sums: Tensor
-    beta: bool | Tensor
+    beta: bool
 
 
 def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:

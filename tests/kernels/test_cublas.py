@@ -53,19 +53,30 @@ def test_fp8_and_a_sum_to_add_to(left):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("factor", [None, 0.37], ids=str)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_a_share_in_memory_says_whether_the_sum_is_read(kind):
-    """Compare with products that are written, and with those that are added as the call says."""
+def test_adding_equals_writing_and_a_sum(kind, factor):
+    """Kernels that add in memory round the product to FP32 first, and others do not."""
     draws = torch.Generator("cuda").manual_seed(3)
     a, b = (torch.randn(2048, 1024, generator=draws, device="cuda").to(kind) for _ in range(2))
-    factor, share = torch.tensor(0.37, device="cuda"), torch.zeros((), device="cuda")
+    factor = None if factor is None else torch.tensor(factor, device="cuda")
     out = torch.full((2048, 2048), torch.nan, device="cuda")
-    scaled_matmul(a, b, factor, torch.float32, out, share)
-    assert torch.equal(out, scaled_matmul(a, b, factor, torch.float32))
-    share.fill_(1.0)
-    twice = scaled_matmul(a, b, factor, torch.float32, out.clone(), share)
-    assert torch.equal(twice, scaled_matmul(a, b, factor, torch.float32, out.clone()))
-    assert not torch.equal(twice, out)
+    scaled_matmul(a, b, factor, torch.float32, out, False)
+    product = scaled_matmul(a, b, factor, torch.float32)
+    assert torch.equal(out, product)
+    before = torch.randn(2048, 2048, generator=draws, device="cuda")
+    twice = scaled_matmul(a, b, factor, torch.float32, before.clone())
+    eps = torch.finfo(torch.float32).eps
+    assert ((twice - (before + product)).abs() <= eps * (before.abs() + product.abs())).all()
+
+
+@pytest.mark.gpu
+def test_calls_of_one_size_have_their_own_factors():
+    """They share a description, in which FP8's factor is; a product without one follows."""
+    a = torch.ones(32, 32, device="cuda").to(torch.float8_e4m3fn)
+    factors = [torch.tensor(factor, device="cuda") for factor in (0.5, 3.0)] + [None]
+    seen = [scaled_matmul(a, a, factor, torch.float32)[0, 0].item() for factor in factors]
+    assert seen == [16.0, 96.0, 32.0]
 
 
 @pytest.mark.gpu

@@ -122,16 +122,15 @@ def test_product(route, shape):
     check(gemm.multiply(*operands, bias, torch.float32), expected + 7.0)
 
 
-@pytest.mark.parametrize("beta", [False, True, torch.tensor(0.0), torch.tensor(1.0)], ids=str)
+@pytest.mark.parametrize("beta", [False, True], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("route", ROUTES)
 def test_product_into_a_sum(route, shape, beta):
-    """With beta as a tensor that holds 0, the sum holds zeros: a GEMM may read them or not."""
     *operands, expected = case(route, shape)
-    start = 0.0 if isinstance(beta, Tensor) and not beta else 3.0 * expected.abs().max().item()
+    start = 3.0 * expected.abs().max().item()
     out = torch.full(expected.shape, start)
     assert gemm.multiply(*operands, None, torch.float32, (out, beta)) is out
-    check(out, expected + (start if beta is not False else 0.0))
+    check(out, expected + (start if beta else 0.0))
     rows = torch.full((len(out), 2 * out.shape[1]), start)[:, : out.shape[1]]  # not contiguous
     check(gemm.multiply(*operands, None, torch.float32, (rows, beta)), out.double())
 

@@ -95,19 +95,21 @@ def test_layers_find_the_keys_of_their_microbatch(graphs):
 
 
 @pytest.mark.parametrize("change", [{}, {"mtp_num_layers": 1}], ids=str)
-def test_gradients_are_added_behind_the_first_microbatch(change, monkeypatch):
+def test_only_gradients_of_a_steps_one_microbatch_are_written(change, monkeypatch):
     """Layers of multi-token prediction may run several times in one: theirs are always added."""
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
     layer, expert = states("nvfp4", "nvfp4")
     expert.is_expert = True
     made = installed([layer, expert], **change)
-    shares = []
-    for _ in range(2):
+    betas, deleted = [], []
+    monkeypatch.setattr(made, "_delete_graphs", lambda: deleted.append(len(betas)))
+    for microbatches in (2, 4, 1, 1, 3):
+        monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: microbatches)  # noqa: B023
         made.begin_step(0, training=True)
-        for _ in range(3):
-            made.begin_pass()
-            shares.append(float(layer.context(UNSHARDED).main_grad_beta))
-    assert shares == ([1.0] * 6 if change else [0.0, 1.0, 1.0] * 2)
+        made.begin_pass()
+        betas.append(layer.context(UNSHARDED).main_grad_beta)
+    assert betas == ([True] * 5 if change else [True, True, False, False, True])
+    assert deleted == ([] if change else [2, 4])
     assert expert.context(UNSHARDED).main_grad_beta is None
 
 

@@ -1,8 +1,8 @@
 """CUDA graphs of Megatron-LM under a recipe.
 
 A graph replays kernels with the arguments of its capture. What changes from one microbatch to the
-next must therefore lie in device memory: random keys do, amax histories are written in place, and
-a scalar tells GEMMs whether main gradients are still zeros. A layer's graph reads quantized weights
+next must therefore lie in device memory: random keys do, and amax histories are written in place.
+A layer's graph reads quantized weights
 where they lay when it was captured; a graph of their own writes them there before the first
 microbatch of each step. Where weights are not whole at that moment, as they are still being
 gathered, and where random bits round them, each layer's graph quantizes its own.
@@ -52,29 +52,28 @@ class CudaGraphs(Feature):
         self._unused = key_table(0)
         device = states[0].device if states else "cpu"
         self._keys = torch.zeros((len(states), len(self._unused)), dtype=torch.int64, device=device)
-        # A layer that is applied several times in a microbatch adds to what it has written.
-        self._writes_first = not args.mtp_num_layers
-        self._is_first = False
-        self._main_grad_beta = torch.ones((), device=device)
         for state, keys in zip(states, self._keys, strict=True):
             state.graph_keys = keys
-            if not state.is_expert:  # experts' layers are not captured
-                state.main_grad_beta = self._main_grad_beta
-        self._recipe, self._microbatches = self.run.current, get_num_microbatches()
+        self._captured_for = self._note_microbatches()
         self._weights: list[tuple[torch.nn.Parameter, LayerState]] = []
         # Weights that are gathered later are not whole when a step begins.
         if not (args.overlap_param_gather or args.use_megatron_fsdp or args.use_torch_fsdp2):
             weights = (pair for chunk in self.run.chunks for pair in weights_of(chunk))
             self._weights = [pair for pair in weights if not pair[1].is_expert]
 
-    def begin_pass(self) -> None:
-        """Write the keys of the microbatch, and whether main gradients are zeros.
+    def _note_microbatches(self) -> tuple[Any, int | bool]:
+        """Let layers write gradients that are the only ones of a step; return what captures fix."""
+        microbatches = get_num_microbatches()
+        # A layer of multi-token prediction may run several times in a microbatch.
+        writes = microbatches == 1 and not self.run.args.mtp_num_layers
+        for state in self._states:
+            if not state.is_expert:  # experts' layers are not captured
+                state.main_grad_beta = not writes
+        is_pipeline = self.run.args.pipeline_model_parallel_size > 1
+        return self.run.current, microbatches if is_pipeline else writes
 
-        They are until the backward pass of the step's first microbatch. Before the backward pass of
-        any other, this microbatch's own forward pass has begun.
-        """
-        self._main_grad_beta.fill_(float(not self._is_first))
-        self._is_first = False
+    def begin_pass(self) -> None:
+        """Write the keys of the microbatch."""
         tables = [
             key_table(state.microbatch_key()) if state.plan.precision.stochastic else self._unused
             for state in self._states
@@ -87,11 +86,8 @@ class CudaGraphs(Feature):
     def begin_step(self, iteration: int, training: bool) -> None:
         """Remove graphs of another precision or number of microbatches, and write weights."""
         if training:
-            self._is_first = self._writes_first
-            recipe, self._recipe = self._recipe, self.run.current
-            before, self._microbatches = self._microbatches, get_num_microbatches()
-            is_pipeline = self.run.args.pipeline_model_parallel_size > 1
-            if recipe != self._recipe or (is_pipeline and before != self._microbatches):
+            before, self._captured_for = self._captured_for, self._note_microbatches()
+            if before != self._captured_for:
                 self._delete_graphs()
         self._quantize_weights()
 

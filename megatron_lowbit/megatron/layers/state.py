@@ -111,7 +111,8 @@ class LayerState:
 
     Attributes:
         path_key: key of the layer's path, of which random keys derive.
-        graph_keys, main_grad_beta: what graphs read in device memory, where calls are captured.
+        graph_keys: what graphs read in device memory, where calls are captured.
+        main_grad_beta: as of a ``LinearContext``.
         saves_input: as of a ``LinearContext``.
     """
 
@@ -132,7 +133,7 @@ class LayerState:
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
         self.graph_keys: torch.Tensor | None = None
-        self.main_grad_beta: torch.Tensor | None = None
+        self.main_grad_beta: bool | None = None
         self._input_codes: tuple[weakref.ref, QuantizedTensor] | None = None
         self.path_key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
