@@ -1,14 +1,12 @@
 """Megatron-LM's ``forward_step_func``: the forward pass of a microbatch, and its loss."""
 
 from argparse import Namespace
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import mpu, utils
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
@@ -126,42 +124,32 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
     report = {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
-    _CHECKS.add(loss)
+    _check(loss)
     return loss, tokens, report
 
 
-class _LossChecks:
-    """Checks of a step's losses, each while the GPU computes the next micro batch.
+def _check(loss: Tensor) -> None:
+    """Check a loss as the arguments require, while the GPU computes its gradients.
 
-    A GPU idles from a look at its loss until backward begins. Only the loss of a step's last micro
-    batch, and of evaluations, is checked immediately, so that no update follows one that fails.
+    Waiting for it before would let the GPU idle until the backward pass begins. The optimizer's
+    step comes after all backward passes.
     """
+    args = get_args()
+    if not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
+        return
+    if not loss.requires_grad:
+        _validate(loss)
+        return
+    copy = loss.detach().to("cpu", non_blocking=True, copy=True)
+    copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
 
-    def __init__(self) -> None:
-        self.copies: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self.seen = 0
-
-    def add(self, loss: Tensor) -> None:
-        """Check a loss, or the one before it, as the arguments require."""
-        args = get_args()
-        if not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
-            return
-        if not loss.is_cuda:
-            _validate(loss)
-            return
-        copied = torch.cuda.Event()
-        self.copies.append((loss.detach().to("cpu", non_blocking=True), copied))
-        copied.record()
-        self.seen += 1
-        is_last = not torch.is_grad_enabled() or self.seen >= get_num_microbatches()
-        self.seen = 0 if is_last else self.seen
-        while len(self.copies) > (not is_last):
-            copy, copied = self.copies.popleft()
+    def validate_copy() -> None:
+        if copied is not None:
             copied.synchronize()
-            _validate(copy)
+        _validate(copy)
 
-
-_CHECKS = _LossChecks()
+    engine = torch.autograd.Variable._execution_engine
+    loss.register_hook(lambda _: engine.queue_callback(validate_copy))
 
 
 def _validate(loss: Tensor) -> None:

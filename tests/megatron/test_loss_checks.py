@@ -7,31 +7,7 @@ import torch
 
 from megatron_lowbit.megatron import forward_step
 
-
-class OnGPU:
-    """A loss in device memory, whose copies are ordered by events."""
-
-    is_cuda = True
-
-    def __init__(self, value: float) -> None:
-        self.value = torch.tensor(value)
-
-    def detach(self) -> "OnGPU":
-        return self
-
-    def to(self, device: str, non_blocking: bool) -> torch.Tensor:
-        assert device == "cpu" and non_blocking
-        return self.value
-
-
-class Event:
-    """An event of a copy, which is complete once it is waited for."""
-
-    def record(self) -> None:
-        self.complete = False
-
-    def synchronize(self) -> None:
-        self.complete = True
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -50,48 +26,51 @@ def checked(monkeypatch):
     args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
     monkeypatch.setattr(forward_step, "get_args", lambda: args)
     monkeypatch.setattr(forward_step, "get_rerun_state_machine", lambda: machine)
-    monkeypatch.setattr(forward_step, "get_num_microbatches", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     return SimpleNamespace(args=args, losses=lambda: [value for _, value in calls[::2]])
 
 
-def test_a_loss_is_checked_with_the_next_one_and_the_last_at_once(checked):
-    checks = forward_step._LossChecks()
-    for step in (0.0, 10.0):  # a step begins as the first did
-        before = checked.losses()
-        for number, expected in ((1.0, []), (2.0, [1.0]), (3.0, [1.0, 2.0, 3.0])):
-            checks.add(OnGPU(step + number))
-            assert checked.losses() == before + [step + value for value in expected]
+def microbatch(value: float) -> torch.Tensor:
+    """Return a micro batch's loss as Megatron-LM differentiates it: divided in place."""
+    weight = torch.tensor(value, device=DEVICE, requires_grad=True)
+    loss = weight * 1.0
+    forward_step._check(loss)
+    loss /= 4
+    return loss
 
 
-@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_a_loss_is_checked_when_its_own_backward_pass_ends(checked):
+    """In a pipeline, forward passes of others come between."""
+    losses = [microbatch(value) for value in (1.0, 2.0)]
+    assert checked.losses() == []
+    losses[1].backward()
+    assert checked.losses() == [2.0]
+    losses[0].backward()
+    assert checked.losses() == [2.0, 1.0]
+
+
 @pytest.mark.parametrize(("value", "message"), [(float("nan"), "NaN"), (float("inf"), "Inf")])
-def test_no_step_ends_with_a_loss_that_is_not_finite(checked, bad, value, message):
-    checks = forward_step._LossChecks()
+def test_no_step_ends_with_a_loss_that_is_not_finite(checked, value, message):
+    loss = microbatch(value)
     with pytest.raises(RuntimeError, match=f"found {message}"):
-        for number in (1, 2, 3):
-            checks.add(OnGPU(value if number == bad else 1.0))
+        loss.backward()
 
 
-def test_losses_of_evaluations_and_of_cpus_are_checked_at_once(checked):
-    checks = forward_step._LossChecks()
+def test_losses_of_evaluations_are_checked_immediately(checked):
     with torch.no_grad():
-        checks.add(OnGPU(1.0))
-        assert checked.losses() == [1.0]
-    checks.add(torch.tensor(2.0))
-    assert checked.losses() == [1.0, 2.0]
+        microbatch(1.0)
+    assert checked.losses() == [1.0]
 
 
-def test_nothing_is_copied_without_a_check(checked):
+def test_nothing_is_copied_without_a_check(checked, monkeypatch):
     checked.args.check_for_nan_in_loss_and_grad = False
-    checks = forward_step._LossChecks()
-    for _ in range(3):
-        checks.add(OnGPU(float("nan")))
-    assert checked.losses() == [] and not checks.copies
+    monkeypatch.setattr(torch.Tensor, "to", lambda *_, **__: pytest.fail("copied"))
+    microbatch(float("nan")).backward()
+    assert checked.losses() == []
 
 
 def test_spikes_are_checked_alone(checked):
     checked.args.check_for_nan_in_loss_and_grad = False
     checked.args.check_for_spiky_loss = True
+    loss = microbatch(1000.0)
     with pytest.raises(RuntimeError, match="Spiky loss"):
-        forward_step._LossChecks().add(torch.tensor(1000.0))
+        loss.backward()
