@@ -25,7 +25,7 @@ _TYPES = {  # cudaDataType_t
 _COMPUTE_FP32 = 68
 _POINTER_MODE, _TRANSA, _TRANSB = 2, 3, 4  # cublasLtMatmulDescAttributes_t
 _IN_HOST_MEMORY, _ON_DEVICE = 0, 1
-_SCALE = 17  # A_SCALE_POINTER
+_SCALES = 17, 18  # A_SCALE_POINTER, B_SCALE_POINTER
 _WORKSPACE_LIMIT, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t
 _WORKSPACE = 32 * 2**20
 _SHARES = {False: c_float(0.0), True: c_float(1.0)}
@@ -56,7 +56,7 @@ class _Matrix(NamedTuple):
 def scaled_matmul(
     a: Tensor,
     b: Tensor,
-    factor: Tensor | None,
+    factor: Tensor | tuple[Tensor, Tensor] | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
     beta: bool = True,
@@ -68,7 +68,8 @@ def scaled_matmul(
     Args:
         a, b: BF16 (M, K) and (N, K), rows or columns contiguous, on one GPU; or FP8, not both E5M2,
             rows contiguous, all sizes multiples of 16.
-        factor: FP32 scalar on the same GPU; None for 1.
+        factor: FP32 scalar on the same GPU; for FP8 also two, which are multiplied, aligned to 16
+            bytes; None for 1.
         out_dtype: of the result (M, N): BF16 or FP32.
         out: contiguous (M, N) in ``out_dtype`` for the result, which has what the product is added
             to; None for a new one.
@@ -85,19 +86,21 @@ def scaled_matmul(
     a, b = _dense(a), _dense(b)
     # cuBLAS counts columns first: the transpose of y is b times the transpose of a.
     left, right, result = _matrix(b), _matrix(a, transposed=True), _matrix(y)
-    scaled = factor is not None and a.dtype.itemsize == 1
+    is_fp8 = a.dtype.itemsize == 1
     alpha: object = byref(_SHARES[True])
     share: object = byref(_SHARES[adds])
-    on_device = factor is not None and not scaled
+    on_device = isinstance(factor, Tensor) and not is_fp8
     if on_device:
         alpha, share = factor.data_ptr(), _constant(float(adds), a.device).data_ptr()
     description, layouts, choice = _plan(left, right, result, a.device, on_device)
     workspace = torch.empty(choice.workspace, dtype=torch.uint8, device=a.device)
     stream = torch.cuda.current_stream(a.device).cuda_stream
-    with _LOCK:  # the description of all such calls has the scale
-        if a.dtype.itemsize == 1:
-            scale = c_void_p(factor.data_ptr() if scaled else None)
-            _set("cublasLtMatmulDescSetAttribute", description, {_SCALE: scale})
+    with _LOCK:  # the description of all such calls has the scales
+        if is_fp8:
+            given = factor if isinstance(factor, tuple) else (factor, None)
+            scales = (c_void_p(None if scale is None else scale.data_ptr()) for scale in given)
+            pointers = dict(zip(_SCALES, scales, strict=True))
+            _set("cublasLtMatmulDescSetAttribute", description, pointers)
         _call(
             "cublasLtMatmul", torch.cuda.current_blas_handle(), description, alpha, b.data_ptr(),
             layouts[0], a.data_ptr(), layouts[1], share, y.data_ptr(), layouts[2], y.data_ptr(),

@@ -22,7 +22,7 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 from megatron_lowbit.numerics.folding import folded_format
 
 _ALIGNMENT = 16
-"""cuBLAS takes FP8 matrices whose sizes are multiples of this."""
+"""cuBLAS takes FP8 matrices whose sizes, and scales whose addresses, are multiples of this."""
 
 
 def multiply(
@@ -117,12 +117,13 @@ def tensor_product(
         # torch.nn.functional.scaled_mm says the same through a function in Python.
         y = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype)
     else:
-        # torch._scaled_mm would be given the scales themselves. Scales of a group are neighbours in
-        # memory, and cuBLAS refuses them where they are not aligned.
-        factor = scales[0] * scales[1]
+        # Scales of a group are neighbours in memory, and cuBLAS refuses them where they are not
+        # aligned.
+        aligned = all(scale.data_ptr() % _ALIGNMENT == 0 for scale in scales)
+        factors = scales if aligned else scales[0] * scales[1]
         if into[0].shape == (len(a), len(b)):
-            return scaled_matmul(a, b, factor, dtype, *into)
-        y = scaled_matmul(a, b, factor, dtype)
+            return scaled_matmul(a, b, factors, dtype, *into)
+        y = scaled_matmul(a, b, factors, dtype)
     return _finish(y, lhs, rhs, into)
 
 

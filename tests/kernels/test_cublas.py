@@ -74,9 +74,10 @@ def test_adding_equals_writing_and_a_sum(kind, factor):
 def test_calls_of_one_size_have_their_own_factors():
     """They share a description, in which FP8's factor is; a product without one follows."""
     a = torch.ones(32, 32, device="cuda").to(torch.float8_e4m3fn)
-    factors = [torch.tensor(factor, device="cuda") for factor in (0.5, 3.0)] + [None]
+    half, three = (torch.tensor(factor, device="cuda") for factor in (0.5, 3.0))
+    factors = [half, three, (half, three), None]
     seen = [scaled_matmul(a, a, factor, torch.float32)[0, 0].item() for factor in factors]
-    assert seen == [16.0, 96.0, 32.0]
+    assert seen == [16.0, 96.0, 48.0, 32.0]
 
 
 @pytest.mark.gpu

@@ -24,7 +24,10 @@ def scaled_matmul(a, b, factor, out_dtype, out=None, beta=True) -> Tensor:
         assert not any(size % ALIGNMENT for size in (*a.shape, *b.shape))
         assert a.stride(1) == b.stride(1) == 1
     assert a.shape[1] == b.shape[1] and (out is None or out.dtype is out_dtype)
-    product = a.double() @ b.double().t() * (1.0 if factor is None else factor.double())
+    factors = factor if isinstance(factor, tuple) else (factor,)
+    product = a.double() @ b.double().t()
+    for scale in factors:
+        product *= 1.0 if scale is None else scale.double()
     if out is None:
         return product.to(out_dtype)
     return out.copy_(product + out.double() * float(beta))
