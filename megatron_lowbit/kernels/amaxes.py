@@ -1,7 +1,8 @@
 """Amaxes of a matrix and of its transpose, from one pass over it."""
 
+import ctypes
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -186,6 +187,8 @@ _ALIGNED = 4
 """Numbers in 16 bytes."""
 _ZEROS: dict[tuple[tuple[int, ...], torch.device, int], list[Tensor]] = {}
 """Zeros that are left of the last fill, by shape, device and stream."""
+_CAPTURED: dict[tuple[tuple[int, ...], torch.device, int], tuple[int, list[Tensor]]] = {}
+"""Zeros that are left of the last capture's fill, and the capture's number."""
 
 
 def zeros_of(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -194,12 +197,35 @@ def zeros_of(shape: tuple[int, ...], device: torch.device) -> Tensor:
     One fill makes many of them: it takes as long on the CPU as the kernel that needs one. A CUDA
     graph fills its own each time that it runs.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         return torch.zeros(shape, device=device)
-    zeros = _ZEROS.setdefault((shape, device, torch._C._cuda_getCurrentRawStream(device.index)), [])
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    key = shape, device, stream
+    if torch.cuda.is_current_stream_capturing():
+        capture = capture_number(stream)
+        if _CAPTURED.get(key, (0, []))[0] != capture:
+            _CAPTURED[key] = capture, []
+        zeros = _CAPTURED[key][1]
+    else:
+        zeros = _ZEROS.setdefault(key, [])
     if not zeros:
         zeros += filled(shape, device)
     return zeros.pop()
+
+
+def capture_number(stream: int) -> int:
+    """Return the number that CUDA has given to the capture of a stream, unique in a process."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    results = ctypes.byref(status), ctypes.byref(number)
+    error = _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *results, None, None, None)
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo_v2 failed with CUresult {error}")
+    return number.value
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def filled(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:

@@ -67,3 +67,21 @@ def test_zeros_are_given_once(shape):
         part = amaxes.zeros_of(shape, torch.device("cuda", 0))
         assert not part.any()
         part += 1
+
+
+@pytest.mark.gpu
+def test_each_graph_fills_its_own_zeros_whenever_it_runs():
+    device, graphs, parts = torch.device("cuda", 0), [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            taken = [amaxes.zeros_of((), device) for _ in range(3)]
+            for part in taken:
+                part += 1
+        graphs.append(graph)
+        parts += taken
+    assert len({part.data_ptr() for part in parts}) == 6
+    for _ in range(2):
+        for graph in graphs:
+            graph.replay()
+        assert [part.item() for part in parts] == [1.0] * 6
