@@ -180,6 +180,10 @@ class Engine:
         """Return the gradient of a norm's input; see :func:`numerics.mxnorm.norm_grad`."""
         return norm_grad(grad, x, rho)
 
+    def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Normalize rows as ``kernels/norm.py`` does; None where the engine has no kernel."""
+        return None
+
     def swiglu(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return SwiGLU (R, C) of (R, 2 C), and its amax, FP32 (), where that costs nothing."""
         return swiglu(gate_up), None

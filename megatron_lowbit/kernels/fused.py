@@ -16,7 +16,7 @@ from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.means import quantize_residuals, splits_mean, with_means
-from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax
+from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax, rms_norm
 from megatron_lowbit.kernels.operand_group import representative_operand
 from megatron_lowbit.kernels.operands import (
     ExactBF16,
@@ -165,6 +165,10 @@ class FusedEngine(Engine):
     def norm_grad(self, grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
         """Return the gradient of a norm's input, by one kernel."""
         return norm_grad(grad, x, rho)
+
+    def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Normalize rows by one kernel, which takes their amax."""
+        return rms_norm(x, gain, eps)
 
     def add_rows(self, sums: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Add sums of rows by one kernel, behind a sort of the ids."""

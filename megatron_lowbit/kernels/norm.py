@@ -4,13 +4,16 @@ Bit for bit the norms of ``numerics/`` (MXNorm for p of 1 and 2) and the quantiz
 tensor scale takes a pass before, for the amax of the normalized rows.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lowbit.kernels.amaxes import zeros_of
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, tile_block_amax
-from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.quantize import QuantizeSpec, SideArguments
 from megatron_lowbit.kernels.quantize_side import tile_side
@@ -24,6 +27,8 @@ from megatron_lowbit.numerics.rmsnorm import GROUP, RMSNorm
 _TILE_ELEMENTS, _PARTS, WARPS = 2**12, 8, 4
 _GRAD_PART = 32
 """Fewest columns of a part in the backward pass."""
+_AMAX_BLOCK = 32
+"""Columns whose amax :func:`rms_norm` takes first."""
 _COLUMNS_OF_WARPS = 2**12
 """Columns up to which four warps hold two rows in registers."""
 _RMS, _POST_ROUND = tl.constexpr(0), tl.constexpr(-1)
@@ -89,11 +94,53 @@ def _launch(
     if p == _POST_ROUND.value:
         constant = rounded_table(block, x.device)
     norm_kernel[(cdiv(rows, height),)](
-        x, *x.stride(), rows, columns, gain, constant, eps, rho, amax_out, *arguments,
+        x, *x.stride(), rows, columns, gain, constant, eps, None, rho, amax_out, *arguments,
         height, part, cdiv(columns, part), block, p, side,
         rows % height == 0 and columns % part == 0, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return rho
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Normalize rows by their RMS.
+
+    For BF16 it moves 4 bytes per value: 0.02 ms for 4096 x 4096 at an H100's 3.0 TB/s.
+
+    Args:
+        x: (R, C).
+        gain: (C,), which multiplies the rows.
+        eps: added under the root.
+
+    Returns:
+        The rows in x's dtype, their factors FP32 (R,), and the amax of the rows, FP32 (); None
+        unless x has elements in FP32 or BF16, and from 32 to 32768 columns.
+    """
+    known = x.dtype in (torch.float32, torch.bfloat16)
+    if not (known and x.numel() and _AMAX_BLOCK <= x.shape[1] <= WIDEST_ROW):
+        return None
+    x = x.contiguous()
+    y, rho = torch.empty_like(x), torch.empty(len(x), device=x.device)
+    amax = zeros_of((), x.device)
+    launch = _rms_norm_launcher(*x.shape, x.dtype, gain.dtype, x.device, eps)
+    launch((x, *x.stride(), *x.shape, gain, 1.0, eps, y, rho, amax, None, None, None, None))
+    return y, rho, amax
+
+
+@lru_cache(maxsize=256)
+def _rms_norm_launcher(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    gain_dtype: torch.dtype,
+    device: torch.device,
+    eps: float,
+) -> Launcher:
+    height, part = tile_of(columns, _AMAX_BLOCK)
+    even = rows % height == 0 and columns % part == 0
+    constants = height, part, cdiv(columns, part), _AMAX_BLOCK, _RMS.value, None, even
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    views = {10: torch.int32}
+    return Launcher(norm_kernel, cdiv(rows, height), constants, (0, 5), views, **options)
 
 
 def norm_grad(grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
@@ -165,14 +212,15 @@ def tile_of(columns: int, block: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["constant", "eps"])
 def norm_kernel(
-    x, stride_r, stride_c, R, C, gain, constant, eps, rho_out, amax_out,
+    x, stride_r, stride_c, R, C, gain, constant, eps, y, rho_out, amax_out,
     amax, codes, scales, tensor_scale,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Normalize TM rows, in PARTS of TN columns, and quantize them by S.
 
-    Without S the largest normalized magnitude, as FP32 bits, is maxed into ``amax_out``.
+    Without S the rows are written to ``y``, where that is given, and the largest normalized
+    magnitude, as FP32 bits, is maxed into ``amax_out``.
     """
     # Always 0, in a form that says that loads are aligned.
     row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN
@@ -182,7 +230,7 @@ def norm_kernel(
         parts = parts + (part,)
     gains = load_gain(gain, col0, C, TN, PARTS)
     finish_rows(
-        parts, row0, col0, R, C, gain, gains, constant, eps, None, rho_out, amax_out, amax, codes,
+        parts, row0, col0, R, C, gain, gains, constant, eps, y, rho_out, amax_out, amax, codes,
         scales, tensor_scale, x.dtype.element_ty, TM, TN, PARTS, BLOCK, P, S, EVEN,
     )  # fmt: skip
 

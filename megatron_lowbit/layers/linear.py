@@ -115,12 +115,13 @@ class _LowbitLinear(torch.autograd.Function):
         bias: Tensor | None,
         context: LinearContext,
         operand: Operand | None,
+        amax: Tensor | None,
     ) -> Tensor:
         needs = (
             context.training and x.requires_grad,
             context.training and weight.requires_grad,
         )
-        y, saved = forward_linear(context, x, weight, bias, operand, needs)
+        y, saved = forward_linear(context, x, weight, bias, operand, needs, amax)
         tensors: list[Tensor] = []
         ctx.saved = [flatten(part, tensors) for part in saved]
         ctx.save_for_backward(*tensors)
@@ -139,7 +140,7 @@ class _LowbitLinear(torch.autograd.Function):
         needs = needs_dgrad, needs_wgrad
         dgrad, wgrad = backward_linear(ctx.context, ctx.weight, saved, grad, needs)
         bias_grad = grad.sum(dim=0) if ctx.has_bias and needs_bias else None
-        return dgrad, wgrad, bias_grad, None, None
+        return dgrad, wgrad, bias_grad, None, None, None
 
 
 @eager
@@ -148,6 +149,7 @@ def lowbit_linear(
     weight: Tensor,
     context: LinearContext | LinearPrecision | Recipe | str,
     bias: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with each of the three GEMMs in the given precision.
 
@@ -162,6 +164,7 @@ def lowbit_linear(
             :func:`megatron_lowbit.recipes.load_precision`, computes on x's device, with a key from
             torch's default CPU generator.
         bias: (N,), added in high precision.
+        amax: x's own, FP32 (), where it is known; the result is the same without.
 
     Returns:
         (..., N) in x's dtype.
@@ -178,7 +181,7 @@ def lowbit_linear(
     # Reshaped out here: megatron adds in place to the result, which autograd refuses for a view
     # that a function of its own has made.
     x2d = source.reshape(math.prod(source.shape[:-1]), source.shape[-1])
-    y: Tensor = _LowbitLinear.apply(x2d, weight, bias, context, operand)  # type: ignore[no-untyped-call]
+    y: Tensor = _LowbitLinear.apply(x2d, weight, bias, context, operand, amax)  # type: ignore[no-untyped-call]
     leading = (-1, *source.shape[1:-1]) if context.shards.sequence_parallel else source.shape[:-1]
     return y.view(*leading, weight.shape[0])
 

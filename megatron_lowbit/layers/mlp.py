@@ -27,14 +27,20 @@ class _LowbitMLP(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x: Tensor, fc1: Tensor, fc2: Tensor, first: LinearContext, second: LinearContext
+        ctx: Any,
+        x: Tensor,
+        fc1: Tensor,
+        fc2: Tensor,
+        first: LinearContext,
+        second: LinearContext,
+        amax: Tensor | None,
     ) -> Tensor:
         training = first.training
         needs = training and x.requires_grad, training and fc1.requires_grad
-        gate_up, saved_first = forward_linear(first, x, fc1, None, None, needs)
-        h, amax = second.engine.swiglu(gate_up)
+        gate_up, saved_first = forward_linear(first, x, fc1, None, None, needs, amax)
+        h, h_amax = second.engine.swiglu(gate_up)
         needs_second = any(needs), training and fc2.requires_grad
-        y, saved_second = forward_linear(second, h, fc2, None, None, needs_second, amax)
+        y, saved_second = forward_linear(second, h, fc2, None, None, needs_second, h_amax)
         tensors: list[Tensor] = []
         saved = [*saved_first, *saved_second, gate_up if any(needs) else None]
         ctx.saved = [flatten(part, tensors) for part in saved]
@@ -58,12 +64,17 @@ class _LowbitMLP(torch.autograd.Function):
             increment_version(gate_up)  # Autograd refuses to read them as gate and up.
             dh = None
             dx, fc1_grad = backward_linear(first, fc1, saved[:2], gate_up, needs, amax)
-        return dx, fc1_grad, fc2_grad, None, None
+        return dx, fc1_grad, fc2_grad, None, None, None
 
 
 @eager
 def lowbit_mlp(
-    x: Tensor, fc1: Tensor, fc2: Tensor, first: LinearContext, second: LinearContext
+    x: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    first: LinearContext,
+    second: LinearContext,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """Compute ``(silu(gate) * up) @ fc2.T`` for ``gate, up = x @ fc1.T``, each in its precision.
 
@@ -76,12 +87,13 @@ def lowbit_mlp(
         fc1: (2 F, K), rows of the gate first.
         fc2: (N, F).
         first, second: contexts of both layers.
+        amax: x's own, FP32 (), where it is known; the result is the same without.
 
     Returns:
         (..., N) of all tokens; under tensor parallelism a summand of each rank.
     """
     first, second = context_of(first, x), context_of(second, x)
     x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y: Tensor = _LowbitMLP.apply(x2d, fc1, fc2, first, second)  # type: ignore[no-untyped-call]
+    y: Tensor = _LowbitMLP.apply(x2d, fc1, fc2, first, second, amax)  # type: ignore[no-untyped-call]
     leading = (-1, *x.shape[1:-1]) if first.shards.sequence_parallel else x.shape[:-1]
     return y.view(*leading, fc2.shape[0])

@@ -215,6 +215,7 @@ class RecipeHook:
                 yield layers.take_over(module, self._plan(chunk, layer))
         if self.args.transformer_impl == "transformer_engine":
             layers.fuse_mlps(chunk)
+            layers.fuse_norms(chunk)
         if self.recipe.takes_output_layer and chunk.post_process:
             # Under both implementations this layer is Megatron-LM's own.
             layer = Layer.output(chunk.config.num_layers)

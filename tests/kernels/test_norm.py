@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize
+from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, rms_norm
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.routes import Form, takes_norm
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding, mxnorm
@@ -112,6 +112,27 @@ def test_a_scale_a_row(columns):
     seen, _ = normalize_quantize(x, RMSNorm(), Request(quantizer), Form.CODES, gain)
     assert torch.equal(seen.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(seen.scales, expected.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [32, 96, 320, 1024])
+def test_rms_norm_and_the_amax_of_its_rows(columns, dtype):
+    x, gain = values(RAGGED, columns, dtype), values(2, columns)[0]
+    y, rho, amax = rms_norm(x, gain, 1e-5)
+    expected = (RMSNorm().normalize(x) * gain.float()).to(dtype)
+    assert y.dtype is dtype and torch.equal(y, expected)
+    assert torch.equal(rho, RMSNorm().inverse_rms(x)[:, 0])
+    assert amax == expected.float().abs().max()
+    x[1, 3] = torch.nan
+    y, _, amax = rms_norm(x, gain, 1e-5)
+    assert amax.isnan() and y.isnan().sum() == columns
+
+
+def test_rms_norm_of_strides_and_of_what_it_does_not_take():
+    x, gain = values(256, RAGGED), values(2, 256)[0]
+    assert torch.equal(rms_norm(x.t(), gain, 1e-5)[0], rms_norm(x.t().contiguous(), gain, 1e-5)[0])
+    for other in (x[:0].t(), x[:16].t(), x.t().half()):
+        assert rms_norm(other, gain[: other.shape[1]], 1e-5) is None
 
 
 def test_rounded_absmaxes_of_every_magnitude():

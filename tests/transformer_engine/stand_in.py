@@ -230,6 +230,14 @@ def rmsnorm_bwd(
     return dx.to(x.dtype), (grad.float() * unit).sum(0).to(weight.dtype)
 
 
+def rmsnorm_bwd_add(
+    grad: torch.Tensor, x: torch.Tensor, added: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both gradients, the first with ``added``; x's own is not rounded before."""
+    dx, dweight = rmsnorm_bwd(grad, x.float(), *arguments)
+    return (dx + added.float()).to(x.dtype), dweight
+
+
 def use_stand_ins(patch: pytest.MonkeyPatch) -> ModuleType:
     """Return ``transformer_engine_layers`` on stand-ins, until the patch is undone."""
     contents = {
@@ -240,7 +248,9 @@ def use_stand_ins(patch: pytest.MonkeyPatch) -> ModuleType:
         "transformer_engine.pytorch.quantization": {"RecipeState": None},
         "transformer_engine.pytorch.quantized_tensor": {"QuantizedTensorStorage": Storage},
         "transformer_engine.pytorch.tensor": {"IdentityQuantizer": IdentityQuantizer},
-        "transformer_engine_torch": {"rmsnorm_fwd": rmsnorm_fwd, "rmsnorm_bwd": rmsnorm_bwd},
+        "transformer_engine_torch": {
+            function.__name__: function for function in (rmsnorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add)
+        },
     }
     for name, values in contents.items():
         module = ModuleType(name)

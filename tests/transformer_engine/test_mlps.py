@@ -1,4 +1,4 @@
-"""MLPs of Transformer Engine's layers as one function of autograd, on stand-ins for its modules."""
+"""MLPs and norms of Transformer Engine's layers as functions of autograd, on stand-ins."""
 
 from types import SimpleNamespace
 
@@ -16,12 +16,15 @@ from tests.transformer_engine.stand_in import (
     ColumnLinear,
     NormColumnLinear,
     RowLinear,
+    rmsnorm_fwd,
     use_stand_ins,
 )
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 WIDTH, HIDDEN = 64, 96
 PATH = "decoder.layers.4.mlp"
@@ -311,3 +314,108 @@ def test_other_mlps_are_left_alone(layers):
     del mlp.linear_fc2.forward
     layers.fuse_mlps(mlp)
     assert "forward" not in vars(mlp)
+
+
+class Attention(torch.nn.Module):
+    """Attention that only projects its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_qkv = NormColumnLinear(WIDTH, WIDTH)
+
+
+def block_of(layers, recipe: str = "nvfp4", fuse: bool = True) -> TransformerLayer:
+    """Return a block as Megatron-LM makes it where norms are their linear layers'."""
+    block = TransformerLayer.__new__(TransformerLayer)
+    torch.nn.Module.__init__(block)
+    block.mlp, block.self_attention = mlp_of(layers, (recipe, recipe)), Attention()
+    block.input_layernorm, block.pre_mlp_layernorm = IdentityOp(), IdentityOp()
+    layer = Layer("decoder.layers.4.self_attention.linear_qkv", 4, 10)
+    precision = load_recipe(recipe).precision_for(layer)
+    plan = LayerPlan(layer, precision, ReferenceEngine("tests"), False, None, False)
+    layers.take_over(block.self_attention.linear_qkv, plan)
+    if fuse:
+        layers.fuse_norms(torch.nn.ModuleList([block]))
+    return block
+
+
+def block_forward(block: TransformerLayer, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """Compute what Megatron-LM's block does without attention's core."""
+    for norm, linear in (
+        (block.input_layernorm, block.self_attention.linear_qkv),
+        (block.pre_mlp_layernorm, block.mlp),
+    ):
+        y = norm(x)
+        y, residual = y if isinstance(y, tuple) else (y, x)
+        x = residual + linear(y)[0]
+    return x, None
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+def test_norms_take_the_gradients_of_residuals(layers, recipe):
+    """One rounding of the sum in place of one of each summand; in BF16 nothing changes."""
+    fused, plain = block_of(layers, recipe), block_of(layers, recipe, fuse=False)
+    tensors = [results(block, lambda x, b=block: block_forward(b, x)) for block in (fused, plain)]
+    assert torch.equal(tensors[0][0], tensors[1][0])
+    for found, expected in zip(*tensors, strict=True):
+        if expected is None:  # of a norm's weight: the stand-in has no norm in BF16
+            assert found is None and recipe == "bf16"
+            continue
+        error = (found.float() - expected.float()).norm()
+        # Gradients are quantized again behind the first sum.
+        assert error <= (0 if recipe == "bf16" else 0.05) * expected.float().norm()
+    norm = fused.input_layernorm
+    x = tokens().requires_grad_()
+    y = norm(x)
+    assert isinstance(y, tuple) == (recipe != "bf16")
+    if recipe != "bf16":
+        first, second = torch.randn(2, *x.shape).bfloat16()
+        (alone,) = torch.autograd.grad(y[0], x, first, retain_graph=True)
+        (both,) = torch.autograd.grad(y, x, [first, second])
+        bound = 2.0**-8 * (alone.float().abs() + both.float().abs())
+        assert ((both.float() - alone.float() - second.float()).abs() <= bound).all()
+
+
+def test_a_product_behind_its_norm_takes_the_amax_that_it_gave(layers, monkeypatch):
+    """And none for other rows, such as those of a recomputed layer."""
+    block = block_of(layers)
+    linear, seen = block.self_attention.linear_qkv, []
+
+    def rms_norm(self, x, gain, eps):
+        y, _, inverse = rmsnorm_fwd(x, gain, eps, None, None, x.dtype, 0, False)
+        return y, inverse, y.float().abs().amax()
+
+    monkeypatch.setattr(ReferenceEngine, "rms_norm", rms_norm)
+    monkeypatch.setattr(
+        layers, "lowbit_linear", lambda x, weight, context, bias, amax: seen.append(amax) or x
+    )
+    for change in (lambda y: y, lambda y: y, torch.clone):
+        y, residual = block.input_layernorm(tokens())
+        assert torch.equal(residual, tokens())
+        linear(change(y))
+    expected = y.float().abs().amax()
+    assert seen[0] == seen[1] == expected and seen[2] is None
+
+
+def test_a_watched_layer_normalizes_its_own_input(layers):
+    """Its hooks see what they saw without the fused norm."""
+    block, seen = block_of(layers), []
+    linear, x = block.self_attention.linear_qkv, tokens()
+    handle = linear.register_forward_hook(lambda module, given, y: seen.append(given[0]))
+    watched = block_forward(block, x)[0]
+    assert seen[0] is x
+    handle.remove()
+    assert torch.equal(watched, block_forward(block, x)[0])
+
+
+def test_norms_with_modules_of_their_own_are_left_alone(layers):
+    class Norm(IdentityOp):
+        pass
+
+    block = block_of(layers, fuse=False)
+    block.input_layernorm = Norm()
+    block.mlp = IdentityOp()
+    layers.fuse_norms(block)
+    for norm in (block.input_layernorm, block.pre_mlp_layernorm):
+        assert "forward" not in vars(norm)
+    assert not block.self_attention.linear_qkv.forward.follows_norm

@@ -4,9 +4,11 @@ They keep the parameters, their sharding and their checkpoints. Where Transforme
 kernels for a precision on this GPU, its module computes in a recipe of its own, which it takes
 through megatron-core's ``finish_init``: by a name that megatron-core knows, or by the path of
 :func:`factory`, which finds its module by the name that Transformer Engine passes. Elsewhere the
-forward pass is replaced: a norm is Transformer Engine's, the product this project's.
+forward pass is replaced: the product is this project's, and a norm that Transformer Engine computes
+with it comes before the residual connection.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -18,8 +20,10 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformer_engine.pytorch.quantization import RecipeState
 from transformer_engine.pytorch.tensor import IdentityQuantizer
 
@@ -139,7 +143,8 @@ class _Forward:
     def __init__(self, state: TELayerState) -> None:
         module = state.module
         self.state, self.upstream = state, module.forward
-        self.normalizes = hasattr(module, "layer_norm_weight")
+        self.normalizes, self.follows_norm = hasattr(module, "layer_norm_weight"), False
+        self._amax: tuple[weakref.ref, torch.Tensor | None] | None = None
         self.reduces = module.parallel_mode == "row" and module.tp_size > 1
 
     @eager  # The key is another one in every microbatch.
@@ -152,10 +157,10 @@ class _Forward:
             return self.upstream(x)
         bias = module.bias if module.use_bias else None
         added, returned = (None, bias) if module.te_return_bias else (bias, None)
-        x = self.input(x)
+        x, amax = self.input(x)
         if not self.reduces:
-            return lowbit_linear(x, module.weight, self.context(), bias=added), returned
-        y = self.output(lowbit_linear(x, module.weight, self.context()))
+            return lowbit_linear(x, module.weight, self.context(), added, amax), returned
+        y = self.output(lowbit_linear(x, module.weight, self.context(), None, amax))
         return y if added is None else y + added, returned
 
     def quantizes(self, x: torch.Tensor) -> bool:
@@ -164,9 +169,34 @@ class _Forward:
         # An expert without tokens has nothing to quantize, nor an amax to record.
         return not state.native and state.is_active(state.module.training) and x.numel() > 0
 
-    def input(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the product takes: x, normalized by a module that has a norm."""
-        return normalized(x, self.state.module) if self.normalizes else x
+    def input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the product takes, x normalized by the module's norm; its amax if known."""
+        if not self.normalizes:
+            return x, None
+        if not self.is_normalized(x):
+            x, _, amax = normalized(x, self.state.module, self.state.plan.engine)
+            return x, amax
+        given, self._amax = self._amax, None
+        return x, given[1] if given is not None and given[0]() is x else None
+
+    def is_normalized(self, x: torch.Tensor) -> bool:
+        """Return True if :meth:`normalize` is called before a product of this project with x."""
+        return self.follows_norm and self.quantizes(x) and not _is_watched(self.state.module)
+
+    @eager
+    def normalize(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Normalize x before the layer; return the rows, and x for the residual connection.
+
+        The norm's gradient then has the residual's added by the same kernel. Megatron-LM takes both
+        in place of one from a norm, as from its fused residual norm.
+        """
+        if not self.is_normalized(x):
+            return x
+        module = self.state.module
+        _wait_for_parameters(module)
+        y, residual, amax = normalized(x, module, self.state.plan.engine)
+        self._amax = weakref.ref(y), amax
+        return y, residual
 
     def context(self) -> LinearContext:
         """Return the context of a call."""
@@ -193,6 +223,25 @@ def fuse_mlps(chunk: torch.nn.Module) -> None:
                 module.forward = _MLPForward(module)
 
 
+def fuse_norms(chunk: torch.nn.Module) -> None:
+    """Let norms of a chunk's linear layers take the residual's gradient.
+
+    Megatron-LM's blocks have an IdentityOp in place of a norm that is the linear layer's.
+    """
+    for block in chunk.modules():
+        if isinstance(block, TransformerLayer):
+            linears = (
+                (block.input_layernorm, getattr(block.self_attention, "linear_qkv", None)),
+                (block.pre_mlp_layernorm, getattr(block.mlp, "linear_fc1", None)),
+            )
+            for norm, linear in linears:
+                forward = getattr(linear, "forward", None)
+                if type(norm) is IdentityOp and isinstance(forward, _Forward):
+                    forward.follows_norm = forward.normalizes and linear.layer_norm_bias is None
+                    if forward.follows_norm:
+                        norm.forward = forward.normalize
+
+
 def _has_plain_swiglu(config: TransformerConfig) -> bool:
     """Return True if Megatron-LM's MLPs compute ``silu(gate) * up`` in BF16 by its fused kernel.
 
@@ -211,6 +260,12 @@ def _is_watched(module: torch.nn.Module) -> bool:
     waiting = DistributedDataParallel.__module__
     others = [h for h in module._forward_pre_hooks.values() if h.__module__ != waiting]
     return any((forward, module._backward_hooks, module._backward_pre_hooks, others))
+
+
+def _wait_for_parameters(module: torch.nn.Module) -> None:
+    """Call a module's hooks that wait for gathered parameters; it has no others."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module)
 
 
 class _MLPForward:
@@ -233,10 +288,9 @@ class _MLPForward:
         if per_token_scale is not None or not quantized or any(map(_is_watched, self.layers)):
             return self.upstream(x, per_token_scale, **options)
         for layer in self.layers:
-            for hook in layer._forward_pre_hooks.values():
-                hook(layer)
-        contexts = first.context(), second.context()
-        y = lowbit_mlp(first.input(x), fc1.weight, fc2.weight, *contexts)
+            _wait_for_parameters(layer)
+        x, amax = first.input(x)
+        y = lowbit_mlp(x, fc1.weight, fc2.weight, first.context(), second.context(), amax)
         return second.output(y), None
 
 
