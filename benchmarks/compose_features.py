@@ -118,7 +118,7 @@ class Run(NamedTuple):
     @property
     def architecture(self) -> tuple[str, ...]:
         """Changes of only the model: runs with the same ones share a start."""
-        return tuple(sorted(self.models - {"delayed", "switch"}))
+        return tuple(sorted(self.models - {"delayed", "switch", "output"}))
 
     @property
     def iterations(self) -> int:
@@ -137,8 +137,8 @@ class Run(NamedTuple):
             kept = others - {"resume", "async-save", "recompute-full", "recompute-selective",
                              "graphs"} | {"DP2"}  # fmt: skip
         else:
-            kept = {name for name in ("delayed", "switch", "MoE", "hybrid", "MLA", "MTP")
-                    if FEATURES[name].model in self.models}  # fmt: skip
+            kept = {name for name, feature in FEATURES.items()
+                    if not feature.sizes and feature.model in self.models}  # fmt: skip
         return self._replace(features=tuple(name for name in FEATURES if name in kept))
 
     def start(self) -> "Run":
@@ -165,7 +165,7 @@ class Run(NamedTuple):
     def bounds(self) -> Bounds:
         """Return the largest differences from its reference that count as parity."""
         names = set(self.features)
-        quantized = self.recipe != "bf16" or names & {"delayed", "switch"}
+        quantized = self.recipe != "bf16" or names & {"delayed", "switch", "output-layer"}
         floor = "BF16 sums" if self.on_gpu else "BF16 on a CPU" if self.in_bf16 else "exact"
         if not quantized:
             bounds = "sums"
@@ -217,6 +217,9 @@ class Run(NamedTuple):
             configs["delayed"] = delayed | {"tensor_scale": "group"}
             first = {"type": "glob", "pattern": "*self_attention*", "config": "delayed"}
             raw["matchers"] = {"attention": first | {"enabled": True}, **matchers}
+        if "output" in self.models:
+            configs["output"] = next(iter(read_recipe("fp8-tile")["configs"].values()))
+            raw["output_layer"] = "output"
         if "switch" in self.models:
             target = "fp8-tile" if self.recipe == "bf16" else "bf16"
             raw["switches"] = {"change": {"iteration": self.iterations // 2, "to": target}}
