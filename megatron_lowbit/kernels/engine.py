@@ -140,6 +140,11 @@ class Engine:
         """Describe how two formats (None: high precision) are multiplied."""
         return "dequantized to FP32, FP32 sums"
 
+    @property
+    def multiplies_groups(self) -> bool:
+        """True if one launch multiplies many pairs of matrices in BF16."""
+        return False
+
     def gemm_all(
         self,
         lhs: Sequence[Any],

@@ -113,6 +113,11 @@ class FusedEngine(Engine):
             return replace(by_col, transposes=True), by_col
         return quantize_sections(xs, rows, cols, forms)
 
+    @property
+    def multiplies_groups(self) -> bool:
+        """True on Hopper, whose tensor memory accelerator the kernels use."""
+        return self.capability[0] == 9
+
     def gemm_all(
         self,
         lhs: Sequence[GpuOperand],
@@ -124,7 +129,7 @@ class FusedEngine(Engine):
     ) -> None:
         """Multiply by one launch; large matrices by one each, which cuBLAS computes faster."""
         outs = as_matrix_list(outs)
-        if accumulation is None and self.capability[0] == 9:
+        if accumulation is None and self.multiplies_groups:
             route = self.route_of(representative_operand(lhs), representative_operand(rhs), folding)
             pair = grouped_pair(route, lhs, rhs, outs)
             if pair is not None:
@@ -134,7 +139,7 @@ class FusedEngine(Engine):
             if _are_empty_codes(left, right):
                 if not beta:
                     out.zero_()
-            elif accumulation is None and not _are_tensors(left, right):
+            elif accumulation is None:
                 self.gemm(left, right, None, None, torch.float32, folding, (out, beta))
             else:
                 super().gemm_all([left], [right], [out], beta, accumulation, folding)

@@ -24,7 +24,7 @@ from megatron_lowbit.kernels.operand_group import (
 )
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import Table, table_of
-from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
+from megatron_lowbit.kernels.split import ColumnSlices, RowSlices, SeparateMatrices
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 _BF16, _BF16_FEW, _FP8_TILES = (128, 256, 64, 8, 3), (128, 128, 64, 4, 2), (64, 128, 128, 4, 3)
@@ -66,6 +66,8 @@ def _terms(side: Sequence[Any]) -> np.ndarray:
         return side.terms
     if isinstance(side, RowSlices):
         return np.full(len(side), side.template.shape[1])
+    if isinstance(side, ColumnSlices):
+        return side.rows.numbers
     return np.array([x.shape[1] if isinstance(x, Tensor) else 0 for x in side])
 
 
@@ -82,7 +84,9 @@ def _exact(side: Sequence[Any]) -> Matrices | None:
     """Return exact operands as BF16 matrices, decoded if they are codes."""
     if isinstance(side, OperandGroup):
         return side.matrices if side.layout.values else decode(side)
-    tensors = isinstance(side, RowSlices) or all(isinstance(x, Tensor) for x in side)
+    tensors = isinstance(side, (RowSlices, ColumnSlices)) or all(
+        isinstance(x, Tensor) for x in side
+    )
     return matrices_of(side) if tensors else None
 
 

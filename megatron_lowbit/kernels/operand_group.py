@@ -23,7 +23,7 @@ from megatron_lowbit.kernels.operands import (
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, Memory, layout_of
-from megatron_lowbit.kernels.split import Rows, as_matrix_list
+from megatron_lowbit.kernels.split import ColumnSlices, Rows, as_matrix_list
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
@@ -223,6 +223,8 @@ def _scalar_offsets(count: int) -> np.ndarray:
 
 def matrices_of(operands: Sequence[Tensor]) -> Matrices:
     """Return BF16 tensors as matrices."""
+    if isinstance(operands, ColumnSlices):
+        return matrices_of(operands.of).transpose()
     known = as_matrix_list(operands)
     first, rows, count = known.template, known.rows.numbers, len(known)
     by_rows = first.stride(1) == 1

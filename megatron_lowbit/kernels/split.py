@@ -6,6 +6,7 @@ than the GPU multiplies them.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -120,6 +121,33 @@ class RowSlices(SeparateMatrices):
     @property
     def _row_bytes(self) -> int:
         return self.matrix.stride(0) * self.matrix.element_size()
+
+
+@dataclass(frozen=True)
+class ColumnSlices(Sequence[Tensor]):
+    """The transposes (K, rows) of the parts of a matrix (T, K), as a sequence of views."""
+
+    matrix: Tensor
+    rows: Rows
+
+    @property
+    def of(self) -> RowSlices:
+        """The parts."""
+        return RowSlices(self.matrix, self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number):  # type: ignore[no-untyped-def]  # of an int: a sequence's own
+        """Return the transpose of that number."""
+        return self.of[number].t()
+
+
+def transposes_of(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the transposes of matrices, as views."""
+    if isinstance(matrices, RowSlices):
+        return ColumnSlices(matrices.matrix, matrices.rows)
+    return [x.t() for x in matrices]
 
 
 def as_matrix_list(matrices: Sequence[Tensor]) -> SeparateMatrices:

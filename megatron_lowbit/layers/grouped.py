@@ -1,8 +1,8 @@
 """Linear layers of a mixture of experts, each applied to the tokens that are routed to it.
 
-Experts of one precision are computed together: one launch quantizes the tokens of all, one their
-weights, one the gradients, and each GEMM is one launch. Quantized bits are the same as in a linear
-layer for each expert; products differ only by the order of sums.
+Experts of one precision, which may be BF16, are computed together: one launch quantizes the tokens
+of all, one their weights, one the gradients, and each GEMM is one launch. Quantized bits are the
+same as in a linear layer for each expert; products differ only by the order of sums.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Rows, RowSlices, rows_of
+from megatron_lowbit.kernels.split import Rows, RowSlices, rows_of, transposes_of
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
@@ -49,10 +49,10 @@ class GroupContext:
         plan = self.context.plan()
         serves = rows and col and plan[col, role].source is Source.TRANSPOSE
         cols = rows if serves else self._requests(col, role)
-        if rows is None and cols is None:
-            return xs, [x.t() for x in xs]
-        left, right = self.context.engine.quantize_all(xs, rows, cols)
-        return xs if left is None else left, [x.t() for x in xs] if right is None else right
+        left = right = None
+        if rows is not None or cols is not None:
+            left, right = self.context.engine.quantize_all(xs, rows, cols)
+        return xs if left is None else left, transposes_of(xs) if right is None else right
 
     def _requests(self, gemm: Gemm | None, role: Role) -> Requests | None:
         """Return the requests for an operand; None for no operand, or one in high precision."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_lowbit.kernels import fused
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import (
     GroupContext,
@@ -89,6 +90,40 @@ def test_the_bits_of_a_layer_for_each(recipe):
     # Amaxes are recorded one by one, and values of fprop dequantized one by one.
     alone = precision.history_length > 0 or precision.dgrad.rhs_of_fprop
     assert bool(contexts[0].engine.together) is not alone
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("tokens", [[24, 0, 7, 33], [0, 64, 0, 0]], ids=str)
+def test_experts_in_bf16_are_multiplied_together(tokens, added, monkeypatch):
+    """Three launches, whose sums are those of float64 but for FP32's and BF16's rounding."""
+    launches, multiply = [], fused.multiply_groups
+    monkeypatch.setattr(
+        fused, "multiply_groups", lambda *pair: launches.append(pair) or multiply(*pair)
+    )
+    precision = load_recipe("bf16").precision_for(MIDDLE)
+    context = LinearContext(precision, fused.FusedEngine((9, 0)), 0, accumulate_main_grad=added)
+    (x, weights), device = draws(), "cuda" if torch.cuda.is_available() else "cpu"
+    x, *weights = (
+        t.detach().to(device, torch.bfloat16).requires_grad_() for t in (x[:64], *weights)
+    )
+    x = torch.cat([x, x])[:64].detach().requires_grad_()
+    for weight in weights if added else ():
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    y = lowbit_grouped_linear(x, weights, GroupContext(context), tokens, [None] * len(tokens))
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(6)).to(y)
+    y.backward(grad)
+    assert len(launches) == 3 and y.dtype is x.grad.dtype is torch.bfloat16
+    parts = (tensor.double().split(tokens) for tensor in (x.detach(), grad, y.detach(), x.grad))
+    for a, dy, product, dx, weight in zip(*parts, weights, strict=True):
+        w = weight.detach().double()
+        dw = weight.main_grad.double() - 1 if added else weight.grad.double()
+        for found, left, right in ((product, a, w.t()), (dx, dy, w), (dw, dy.t(), a)):
+            exact, most = left @ right, left.abs() @ right.abs()
+            # Triton's interpreter cuts BF16 off.
+            rounding = (
+                2.0**-20 * (1 + exact.abs()) if found is dw and added else 2.0**-7 * exact.abs()
+            )
+            assert ((found - exact).abs() <= 2.0**-18 * most + rounding).all()
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp4-backward"])

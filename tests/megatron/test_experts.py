@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.layers import GroupContext, lowbit_linear
 from megatron_lowbit.megatron.layers import state as layer_state
 from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert, with_grouped_experts
 from megatron_lowbit.megatron.layers.state import LayerPlan, layer_of, layer_states
@@ -226,3 +226,17 @@ def test_high_precision_is_left_to_the_module():
     x = torch.zeros(sum(TOKENS), 64)
     assert taken_over("bf16")(x, TOKENS) == ("high precision", TOKENS)
     assert taken_over("nvfp4").eval()(x, TOKENS) == ("high precision", TOKENS)
+
+
+def test_experts_in_bf16_are_multiplied_together_where_kernels_do(monkeypatch):
+    states, quantized = (list(layer_states([taken_over(name)])) for name in ("bf16", "nvfp4"))
+    for training in (True, False):
+        assert layer_state.expert_contexts(states, training, in_bf16=True) is None
+    monkeypatch.setattr(ReferenceEngine, "multiplies_groups", True)
+    for training in (True, False):
+        group = layer_state.expert_contexts(states, training, in_bf16=True)
+        assert isinstance(group, GroupContext) and not group.context.precision.quantized
+        assert layer_state.expert_contexts(states, training, in_bf16=False) is None
+        assert layer_state.expert_contexts(states, training, True, has_bias=True) is None
+    # An evaluation that is not quantized is of weights that training quantizes.
+    assert layer_state.expert_contexts(quantized, False, in_bf16=True) is None

@@ -48,7 +48,7 @@ class GroupedLinear(torch.nn.ModuleList):
 
     def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
         """Multiply each expert's tokens, which come one expert after another, by its weight."""
-        contexts = self._contexts()
+        contexts = self._contexts(x.dtype is self[0].weight.dtype is torch.bfloat16)
         if contexts is not None:
             weights = [linear.weight for linear in self]
             biases = [None] * len(self)
@@ -58,14 +58,14 @@ class GroupedLinear(torch.nn.ModuleList):
         return torch.cat(products), None
 
     @eager  # Keys are others in every microbatch.
-    def _contexts(self) -> GroupContext | list[LinearContext | None] | None:
+    def _contexts(self, in_bf16: bool) -> GroupContext | list[LinearContext | None] | None:
         """Return the experts' contexts; None where they are called one by one.
 
         They are in high precision, and where an expert's own call is watched.
         """
         if any(linear._forward_hooks or not hasattr(linear, "layer_state") for linear in self):
             return None
-        return expert_contexts([linear.layer_state for linear in self], self.training)
+        return expert_contexts([linear.layer_state for linear in self], self.training, in_bf16)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -164,7 +164,8 @@ class _GroupedProduct:
     def __call__(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, Any]:
         module, states = self.module, self.module.expert_states
         adds_bias = module.use_bias and not module.te_return_bias
-        contexts = expert_contexts(states, module.training, adds_bias)
+        in_bf16 = x.dtype is module.weight0.dtype is torch.bfloat16
+        contexts = expert_contexts(states, module.training, in_bf16, adds_bias)
         if contexts is None:
             return self.high_precision(x, tokens_per_expert)
         experts = range(len(states))

@@ -235,15 +235,18 @@ class LayerState:
 
 
 def expert_contexts(
-    states: Sequence[LayerState], training: bool, has_bias: bool = False
+    states: Sequence[LayerState], training: bool, in_bf16: bool, has_bias: bool = False
 ) -> GroupContext | list[LinearContext | None] | None:
     """Return the context of a call of a rank's experts, or a list with one of each expert.
 
-    An entry is None for an expert in high precision, the whole result where all of them are.
+    An entry is None for an expert in high precision, the whole result where all of them are, unless
+    tokens and weights are ``in_bf16`` and the engine multiplies all experts' together.
     """
-    if not any(state.is_active(training) for state in states):
-        return None
     first = states[0]
+    if not any(state.is_active(training) for state in states):
+        together = in_bf16 and not has_bias and first.plan.engine.multiplies_groups
+        if not together or any(state.plan.precision.quantized for state in states):
+            return None
     precision = first.plan.precision
     if not has_bias and all(state.plan.precision == precision for state in states):
         context = first.context(first.shards(), first.group_cache)
