@@ -153,8 +153,11 @@ def rounded(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def fold_ratio(scale, top):
-    """Divide block scales by the tensor's largest; only blocks of zeros may have a larger one."""
-    ratio = tl.div_rn(scale, tl.zeros_like(scale) + top)
+    """Divide block scales by the tensor's largest; only blocks of zeros may have a larger one.
+
+    Both are powers of two from 2**-127 to 2**127, or NaN: products with the reciprocal are exact.
+    """
+    ratio = scale * tl.div_rn(tl.zeros_like(top) + 1.0, top)
     return tl.minimum(ratio, 1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -162,16 +165,25 @@ def fold_ratio(scale, top):
 def fold_pair(low, high, ratio, E: tl.constexpr):
     """Encode two tensors as :func:`encode_pair`, multiply the codes by a ratio, encode again.
 
-    A block with a NaN has a ratio that is NaN.
+    The ratio is a power of two of at most 1, or NaN for a block with a NaN. FP16 holds E4M3's
+    product unless that is so small that it is encoded as 0, as FP16's nearest number is; of E5M2's
+    range FP16 lacks ratios.
     """
     if HARDWARE_CASTS:
-        CAST: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
+        if E.mantissa_bits == 3:
+            FOLD: tl.constexpr = (
+                "cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.rn.f16x2.e4m3x2 h, p;"
+                " cvt.rn.f16.f32 s, $3; mov.b32 r, {s, s}; mul.rn.f16x2 h, h, r;"
+                " cvt.rn.satfinite.e4m3x2.f16x2 $0, h;"
+            )
+        else:
+            FOLD: tl.constexpr = (
+                "cvt.rn.satfinite.e5m2x2.f32 p, $2, $1; cvt.rn.f16x2.e5m2x2 h, p;"
+                " mov.b32 {p, s}, h; cvt.f32.f16 u, p; cvt.f32.f16 v, s;"
+                " mul.f32 u, u, $3; mul.f32 v, v, $3; cvt.rn.satfinite.e5m2x2.f32 $0, v, u;"
+            )
         return tl.inline_asm_elementwise(
-            "{.reg .b16 p, a, b; .reg .b32 h; .reg .f32 u, v;"
-            " cvt.rn.satfinite." + CAST + ".f32 p, $2, $1;"
-            " cvt.rn.f16x2." + CAST + " h, p; mov.b32 {a, b}, h;"
-            " cvt.f32.f16 u, a; cvt.f32.f16 v, b; mul.f32 u, u, $3; mul.f32 v, v, $3;"
-            " cvt.rn.satfinite." + CAST + ".f32 $0, v, u;}",
+            "{.reg .b16 p, s; .reg .b32 h, r; .reg .f32 u, v; " + FOLD + "}",
             "=h,r,r,r", [low, high, ratio],
             dtype=tl.int16, is_pure=True, pack=1,
         )  # fmt: skip

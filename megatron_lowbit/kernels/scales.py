@@ -150,14 +150,17 @@ def ue5m3_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 def mx_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E8M0 bytes (int32), their reciprocals (times 3/4), powers of two, 1 or 4/3.
 
-    OPTIONS: (rounding of the scale, three quarters, exponent of the largest magnitude).
+    OPTIONS: (rounding of the scale, three quarters, exponent of the largest magnitude, its fraction
+    as FP32 has it).
     """
+    bits = block_amax.to(tl.int32, bitcast=True)
     if OPTIONS[0] == RCEIL:
-        ratio = tl.div_rn(block_amax, tl.zeros_like(block_amax) + E.max)
-        bits = ratio.to(tl.int32, bitcast=True)
-        byte = tl.where(bits <= (1 << 22), 0, (bits + 0x7FFFFF) >> 23)
+        # The quotient's exponent, one more if amaxes have a larger fraction than the largest
+        # magnitude. At 2**-127, where quotients are subnormal, the next amax gives the same one.
+        TOP: tl.constexpr = (OPTIONS[2] << 23) + OPTIONS[3]
+        bits = tl.where(bits == TOP + 1, TOP, bits)
+        byte = ((bits + (0x7FFFFF - OPTIONS[3])) >> 23) - OPTIONS[2]
     else:
-        bits = block_amax.to(tl.int32, bitcast=True)
         if OPTIONS[0] == EVEN:
             bits += 1 << (22 - E.mantissa_bits)
         elif OPTIONS[0] == CEIL:

@@ -47,7 +47,9 @@ def kernel_of(format: BlockFormat) -> FormatKernel | None:
 @kernel_of.register
 def _(format: MX) -> FormatKernel:
     rounding = format.OPTIONS["scale_rounding"].index(format.scale_rounding)
-    options = rounding, int(format.three_quarters), format.element.max_exponent
+    exponent = format.element.max_exponent
+    fraction = round((format.element.max / 2.0**exponent - 1.0) * 2**23)
+    options = rounding, int(format.three_quarters), exponent, fraction
     return FormatKernel(f"{_SCALES}mx_scales", options)
 
 

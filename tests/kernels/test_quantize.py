@@ -4,9 +4,13 @@ from itertools import cycle, product
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.kernels.operands import element
+from megatron_lowbit.kernels.scales import mx_scales
 from megatron_lowbit.kernels.support import kernel_of
 from megatron_lowbit.numerics import (
     FORMATS,
@@ -18,6 +22,7 @@ from megatron_lowbit.numerics import (
     Rounding,
 )
 from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
+from megatron_lowbit.numerics.block_formats.mx import MX
 from tests.numerics.conftest import INPUTS, Golden
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,6 +114,40 @@ QUICK = {
 )
 def test_equals_the_reference(name, rounding):
     check(values(*RAGGED, torch.float32), Quantizer(ALL[name], rounding), None)
+
+
+@triton.jit
+def scale_bytes_kernel(amaxes, out, N: tl.constexpr, E: tl.constexpr, OPTIONS: tl.constexpr):
+    at = tl.arange(0, N)
+    byte, _, _, _ = mx_scales(tl.load(amaxes + at), 0.0, E, OPTIONS)
+    tl.store(out + at, byte)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, format in KERNELS.items() if type(format) is MX and not format.square]
+)
+def test_scales_are_rounded_up_at_every_exponent(name):
+    """Amaxes around each power of two times the largest magnitude, and all subnormal ones' ends."""
+    format = FORMATS[name].with_options(scale_rounding="rceil")
+    largest = torch.tensor(format.element.max).view(torch.int32).item() & 0x7FFFFF
+    fractions = [largest - 1, largest, largest + 1, largest + 2, 0, 1, 0x7FFFFF, 0x400000]
+    bits = (torch.arange(256)[:, None] << 23) + torch.tensor(fractions)
+    amaxes = bits.to(torch.int32).flatten().view(torch.float32)
+    out = torch.empty(len(amaxes), dtype=torch.int32, device=DEVICE)
+    options = kernel_of(format).options
+    scale_bytes_kernel[(1,)](amaxes.to(DEVICE), out, len(out), element(format.element), options)
+    rows = torch.zeros(len(amaxes), format.block)
+    rows[:, 3] = amaxes
+    assert torch.equal(out.cpu(), Quantizer(format)(rows).scales.flatten().int())
+
+
+def test_fp16_holds_what_codes_are_folded_by():
+    """Products of any code and any power of two are encoded as FP32's are."""
+    dtype = torch.float8_e4m3fn
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()[:, None]
+    ratios = 2.0 ** -torch.arange(0.0, 150.0)
+    products = codes.half() * ratios.half()
+    assert torch.equal(bits(products.float().to(dtype)), bits((codes * ratios).to(dtype)))
 
 
 TRANSFORMED = (
