@@ -24,7 +24,8 @@ ENGINE = ReferenceEngine("tests")
 @pytest.fixture
 def without_layers_in_blocks(monkeypatch):
     """Transformer Engine, as far as the hook asks for a chunk's layers, of which there are none."""
-    stand_in = SimpleNamespace(linears_of=lambda chunk: {}, fuse_mlps=lambda chunk: None)
+    nothing = lambda chunk: None  # noqa: E731
+    stand_in = SimpleNamespace(linears_of=lambda chunk: {}, fuse_mlps=nothing, fuse_norms=nothing)
     name = f"{layers.__name__}.transformer_engine"
     monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setattr(layers, "transformer_engine", stand_in, raising=False)
