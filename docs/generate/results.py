@@ -7,7 +7,7 @@
 Steps are read from benchmarks/results/flagship-h100*.json and flagship-h200*.json. Finished runs of
 a folder go into benchmarks/results/flagship-runs.json and replace those of the same name and seed;
 without a folder the page is written from that file. The page names missing measurements; only the
-steps that README's picture shows are required.
+H100's steps that README's picture shows are required.
 """
 
 import json
@@ -29,7 +29,7 @@ from leaderboard import (
     split,
 )  # fmt: skip
 from render import RESULTS, ROOT, parser, render, replace_sections
-from results_pictures import draw_curves, draw_summary, is_own, with_loss_of
+from results_pictures import Bars, draw_curves, draw_steps, is_own
 
 from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Job, read_study, training_words
@@ -42,8 +42,26 @@ STUDY = ROOT / "examples" / "studies" / "flagship.yaml"
 BF16, OWN_FP8, TENSORWISE = (
     f"Megatron-LM {name}" for name in ("BF16", "FP8 blockwise", "FP8 tensorwise")
 )
-BASES = {"× BF16": BF16, "× blockwise": OWN_FP8, "× tensorwise": TENSORWISE}
-"""Precisions that others of the same loss are compared with, by the headings of the ratios."""
+NATIVE = f"{TENSORWISE}, native fused loss"
+"""Megatron-LM's tensorwise FP8 as fast as it is without this project."""
+SAME_LOSS = "× tensorwise, same loss"
+BASES = {
+    "× BF16": BF16,
+    "× blockwise": OWN_FP8,
+    "× tensorwise, native fused loss": NATIVE,
+    SAME_LOSS: TENSORWISE,
+}
+"""Precisions that rows are compared with, by the headings of the ratios.
+
+They have the losses that their names say; under SAME_LOSS the loss is the row's own.
+"""
+PICTURED, TIMES = "llama-8b", ("× BF16", "× tensorwise, native fused loss")
+"""Model whose steps in graphs the pictures show, and the ratios at their bars."""
+RECIPES = ("mxfp8, own loss", "mxfp8 with its output layer, own loss")
+CHOICES = (BF16, NATIVE, f"{TENSORWISE}, own loss", *RECIPES)
+"""Precisions of README's picture."""
+NOISE = 0.01
+"""Differences of medians below this share are not told from noise."""
 ORDER = [*flagship.DECLARED["precisions"], *flagship.DECLARED["gpt_precisions"]]
 DATA = "--data-path data/linux --tokenizer-model data/linux-tokenizer"
 
@@ -61,26 +79,27 @@ class Steps(NamedTuple):
     peak: float
 
     def of(self, model: str, failed: bool | None = None) -> list[dict]:
-        """Return a model's rows, all or only those that did or did not fail, in ORDER."""
+        """Return a model's rows, all or only those that did or did not fail, in ORDER.
+
+        Rows in graphs come first.
+        """
         place = {precision: i for i, precision in enumerate(ORDER)}
         rows = [row for row in self.rows.values() if row["model"] == model]
-        rows.sort(key=lambda row: (row["graphs"], place.get(row["precision"], len(place))))
+        rows.sort(key=lambda row: (not row["graphs"], place.get(row["precision"], len(place))))
         return [row for row in rows if failed in (None, "error" in row)]
 
-    @property
-    def bases(self) -> dict[str, str]:
-        """Those of BASES that were measured."""
-        done = {row["precision"] for row in self.rows.values() if "error" not in row}
-        return {heading: base for heading, base in BASES.items() if base in done}
+    def bases(self, model: str) -> list[str]:
+        """Return the headings of BASES whose precision was measured in a model."""
+        done = {row["precision"] for row in self.of(model, failed=False)}
+        return [heading for heading, base in BASES.items() if base in done]
 
-    def all(self, key: str) -> list[str]:
-        """Return the different dates or commits of the rows."""
-        return sorted({row[key][:12] or "unknown" for row in self.rows.values()})
-
-    def ratio(self, row: dict, base: str) -> float | None:
-        """Return how many times as fast as a precision of Megatron-LM, of its loss, a row is."""
-        key = row["model"], with_loss_of(row["precision"], base), row["graphs"]
-        other = self.rows.get(key, {})
+    def ratio(self, row: dict, heading: str) -> float | None:
+        """Return how many times as fast as a precision of BASES a row is."""
+        base = BASES[heading]
+        if heading == SAME_LOSS:
+            _, comma, loss = row["precision"].partition(", ")
+            base += comma + loss
+        other = self.rows.get((row["model"], base, row["graphs"]), {})
         return row["tokens_per_s"] / other["tokens_per_s"] if "tokens_per_s" in other else None
 
     def figures(self, model: str) -> list[list[object]]:
@@ -93,24 +112,32 @@ class Steps(NamedTuple):
                 f"{row['tflop_per_s']:.0f}",
                 f"{row['mfu']:.1%}",
                 f"{row['peak_gib']:.1f}",
-                *(self.ratio(row, base) for base in self.bases.values()),
+                *(self.ratio(row, heading) for heading in self.bases(model)),
             ]
             for row in self.of(model, failed=False)
         ]
 
-    def slower_than(self, base: str) -> list[str]:
-        """Name the rows of recipes that are slower than a precision of Megatron-LM."""
+    def slower_than(self, heading: str) -> list[str]:
+        """Name the rows of recipes that are slower, by more than noise, than one of BASES."""
         recipes = [row for row in self.rows.values() if not is_own(row["precision"])]
-        ratios = {row["case"]: self.ratio(row, base) for row in recipes if "error" not in row}
-        return [f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1]
+        ratios = {row["case"]: self.ratio(row, heading) for row in recipes if "error" not in row}
+        return [
+            f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1 - NOISE
+        ]
+
+    def pictured(self) -> dict[str, dict]:
+        """Return the rows of PICTURED in graphs by precision."""
+        rows = self.of(PICTURED, failed=False)
+        return {row["precision"]: row for row in rows if row["graphs"]}
+
+    def choices(self) -> dict[str, dict]:
+        """Return the rows of CHOICES; none if one is missing."""
+        rows = self.pictured()
+        return {name: rows[name] for name in CHOICES} if rows.keys() >= set(CHOICES) else {}
 
     def gpu_times(self) -> list[list[object]]:
-        """Return each profiled case, its median and the milliseconds of ``kinds``."""
-        medians = {row["case"]: row.get("median_ms") for row in self.rows.values()}
-        return [
-            [row["case"], medians.get(row["case"]), *map(row["milliseconds"].get, self.kinds)]
-            for row in self.timed
-        ]
+        """Return each profiled case and the milliseconds of ``kinds``."""
+        return [[row["case"], *map(row["milliseconds"].get, self.kinds)] for row in self.timed]
 
     @property
     def kinds(self) -> list[str]:
@@ -121,13 +148,6 @@ class Steps(NamedTuple):
     def timed(self) -> list[dict]:
         """Rows of the cases that were profiled."""
         return [row for row in self.times["rows"] if "error" not in row] if self.times else []
-
-    def speeds(self, model: str) -> dict[str, int]:
-        """Return a model's tokens/s by precision, with graphs where that is faster."""
-        speeds: dict[str, int] = {}
-        for row in self.of(model, failed=False):
-            speeds[row["precision"]] = max(row["tokens_per_s"], speeds.get(row["precision"], 0))
-        return speeds
 
 
 def read_steps(results: Path, kind: str) -> Steps | None:
@@ -226,17 +246,40 @@ def longer_runs(runs: Sequence[dict], gaps_by_name: dict[str, tuple[float, float
     return lines
 
 
+def bars(steps: Steps, rows: dict[str, dict]) -> Bars:
+    """Return the bars of a GPU's rows by precision, with the ratios of TIMES."""
+    return Bars(
+        steps.machine["gpu"],
+        {name: row["tokens_per_s"] for name, row in rows.items()},
+        {name: [steps.ratio(row, heading) for heading in TIMES] for name, row in rows.items()},
+    )
+
+
+def caption(shown: Sequence[Steps]) -> dict[str, Any]:
+    """Return what the pictures' caption has: ratios of RECIPES with a figure for each GPU."""
+    mxfp8, with_output_layer = (
+        [
+            " and ".join(f"{steps.ratio(steps.choices()[name], base):.2f}" for steps in shown)
+            for base in (*TIMES, SAME_LOSS)
+        ]
+        for name in RECIPES
+    )
+    gpus = [steps.machine["gpu"] for steps in shown]
+    figures = {"mxfp8": mxfp8, "with_output_layer": with_output_layer}
+    return figures | {"gpus": gpus, "title": shown[0].models[PICTURED], "noise": NOISE}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Collect the folders that the command line names, then write page and pictures."""
     made = parser(__doc__, results=RESULTS, root=ROOT)
     made.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     args = made.parse_args(argv)
-    measured = {kind: read_steps(args.results, kind) for kind in KINDS}
-    shown = measured[KINDS[0]]
-    if shown is None:
+    found = {kind: read_steps(args.results, kind) for kind in KINDS}
+    shown = [steps for steps in found.values() if steps and steps.choices()]
+    if not shown or shown[0] is not found[KINDS[0]]:
         missing = args.results / f"flagship-{KINDS[0]}.json"
         command = f"python -m benchmarks flagship --output {missing}"
-        raise SystemExit(f"error: {missing}: is missing; {command} makes it")
+        raise SystemExit(f"error: {missing}: README's picture lacks steps; {command} adds them")
     kept_file = args.results / "flagship-runs.json"
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else []
     runs = merge(kept, [kept_run(*run) for folder in args.folders for run in finished_runs(folder)])
@@ -244,19 +287,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     gaps_by_name = gaps_of(runs)
     about = {"runs": runs, "seeds": len({run["seed"] for run in runs}), **provenance(runs)}
     longer = longer_runs(runs, gaps_by_name)
-    text = render("results", measured=measured, longer=longer, **about)
+    words = caption(shown)
+    bases = {"bases": BASES, "same_loss": SAME_LOSS}
+    text = render("results", measured=found, longer=longer, **bases, **words, **about)
     images = args.root / "docs" / "images"
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")
         draw_curves(runs, images / "results-runs.png")
-    # The noise of one seed is unknown.
-    gap = dict(list(gaps_by_name.items())[1:]) if about["seeds"] > 1 else {}
-    speeds = {
-        model: by_precision for model in shown.models if (by_precision := shown.speeds(model))
-    }
-    draw_summary(speeds, gap, (BF16, TENSORWISE), images / "results.png")
+    for name, rows_of in (("results", Steps.choices), ("results-steps", Steps.pictured)):
+        draw_steps([bars(steps, rows_of(steps)) for steps in shown], TIMES, images / f"{name}.png")
     (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
-    section = render("readme-results", gpu=shown.machine["gpu"], bases=shown.bases, **about)
+    section = render("readme-results", **words)
     replace_sections(args.root / "README.md", {"results": section})
 
 

@@ -1,8 +1,9 @@
-"""Pictures of docs/results.md: perplexity of the longer runs; speed and loss gap of each recipe."""
+"""Pictures of docs/results.md and README: speed of whole steps; perplexity of the longer runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,19 +15,13 @@ OWN = "Megatron-LM "
 """Names of precisions of Megatron-LM begin with it."""
 _SHOWN_FROM = 1 / 5
 """Share of the tokens without perplexities: early ones are many times as large as the last."""
-_FOR_TEXT = 0.8
+_FOR_TEXT = 1.1
 """Room to the right of the bars for their figures, as a share of what the bars take."""
 
 
 def is_own(precision: str) -> bool:
     """Return whether a precision is one of Megatron-LM's own."""
     return precision.startswith(OWN)
-
-
-def with_loss_of(precision: str, base: str) -> str:
-    """Return the name of another precision with the loss of a precision, which follows a comma."""
-    _, comma, loss = precision.partition(", ")
-    return base + comma + loss
 
 
 def draw_curves(runs: Sequence[dict], file: Path) -> None:
@@ -57,72 +52,42 @@ def draw_curves(runs: Sequence[dict], file: Path) -> None:
     figure.savefig(file)
 
 
-def draw_summary(
-    speeds: Mapping[str, Mapping[str, int]],
-    gaps: Mapping[str, tuple[float, float]],
-    bases: Sequence[str],
-    file: Path,
-) -> None:
-    """Draw tokens/s of each precision in each model, and to the right the loss gaps, if any.
+class Bars(NamedTuple):
+    """Tokens/s on a GPU and ratios, both by precision."""
 
-    Megatron-LM's own precisions are gray and have no gaps.
+    gpu: str
+    speeds: dict[str, int]
+    ratios: dict[str, list[float | None]]
+
+
+def draw_steps(panels: Sequence[Bars], headings: Sequence[str], file: Path) -> None:
+    """Draw tokens/s of each precision, a panel for each GPU; Megatron-LM's own are gray.
 
     Args:
-        speeds: tokens/s by model and precision.
-        gaps: relative gaps by recipe, with their standard errors; other recipes are marked as not
-            measured.
-        bases: precisions that others of the same loss are compared with, where a model has them.
+        panels: at least one; what one lacks of another's precisions is marked as not measured.
+        headings: names of the ratios.
         file: the PNG file.
     """
-    names = list(dict.fromkeys([*(name for own in speeds.values() for name in own), *gaps]))
-    size = 2.6 + 3.2 * (len(speeds) + bool(gaps)), 1.3 + 0.42 * len(names)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.speeds))
+    size = 3.2 + 4 * len(panels), 1.1 + 0.34 * len(names)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    panels = figure.subplots(1, len(speeds) + bool(gaps), sharey=True, squeeze=False)[0]
-    for panel, (model, own) in zip(panels, speeds.items(), strict=False):
-        panel.set_title(model)
-        _draw_speeds(panel, names, own, [base for base in bases if base in own])
-    panels[0].invert_yaxis()
-    if gaps:
-        _draw_gaps(panels[-1], [name for name in names if not is_own(name)], gaps)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_speeds(axis, names, panel)
+    axes[0].invert_yaxis()
+    figure.supxlabel(f"tokens/s ({', '.join(headings)})", fontsize="medium")
     figure.savefig(file)
 
 
-def _draw_speeds(
-    panel: Axes, names: Sequence[str], speeds: Mapping[str, int], bases: Sequence[str]
-) -> None:
+def _draw_speeds(axis: Axes, names: Sequence[str], panel: Bars) -> None:
     shades = ["0.6" if is_own(name) else "#4c72b0" for name in names]
-    panel.barh(names, [speeds.get(name, 0) for name in names], color=shades)
+    axis.set_title(panel.gpu)
+    axis.barh(names, [panel.speeds.get(name, 0) for name in names], color=shades)
     for name in names:
-        if name not in speeds:
-            panel.annotate(" not measured", (0, name), va="center", color="0.4")
+        if (speed := panel.speeds.get(name)) is None:
+            axis.annotate(" not measured", (0, name), va="center", color="0.4")
             continue
-        others = [speeds.get(with_loss_of(name, base)) for base in bases]
-        ratios = [f"{speeds[name] / other:.2f}×" if other else "–" for other in others]
-        times = f" ({', '.join(ratios)})" if name not in bases[:1] else ""
-        panel.annotate(f" {speeds[name]:,}{times}", (speeds[name], name), va="center")
-    panel.set_xlim(0, (1 + _FOR_TEXT * max(1, len(bases))) * max(speeds.values()))
-    ratios = [f"× {base.removeprefix(OWN)}" for base in bases]
-    panel.set_xlabel(f"tokens/s ({', '.join(ratios)})" if bases else "tokens/s")
-    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-
-
-def _draw_gaps(
-    panel: Axes, recipes: Sequence[str], gaps: Mapping[str, tuple[float, float]]
-) -> None:
-    ends = [0.0]
-    for name in recipes:
-        if name not in gaps:
-            panel.annotate(" not measured", (0, name), va="center", color="0.4")
-            continue
-        gap, error = (100 * value for value in gaps[name])
-        if not math.isfinite(gap):
-            panel.annotate(" diverged", (0, name), va="center")
-        else:
-            panel.barh(name, gap, xerr=error, color="#dd8452", ecolor="0.3", capsize=3)
-            place = max(0, gap + error), name
-            panel.annotate(f" {gap:+.2f}% ± {error:.2f}", place, va="center")
-            ends += [gap - error, gap + error]
-    panel.axvline(0, color="black", linewidth=0.8)
-    taken = (max(ends) - min(ends)) or 0.01
-    panel.set_xlim(min(ends) - 0.1 * taken, max(ends) + _FOR_TEXT * taken)
-    panel.set_xlabel("gap to BF16's loss (%)")
+        ratios = ", ".join(f"{x:.2f}×" if x else "–" for x in panel.ratios[name])
+        axis.annotate(f" {speed:,} ({ratios})", (speed, name), va="center")
+    axis.set_xlim(0, (1 + _FOR_TEXT) * max(panel.speeds.values()))
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -17,6 +17,8 @@ SPEEDS = {
     "nvfp4": 900,
     "quartet2": 700,
 }
+IN_GRAPHS = dict(zip(results.CHOICES, (1100, 1375, 1500, 1650, 2200), strict=True))
+"""Of README's picture; H200s are not faster."""
 
 
 def row(model: str, precision: str, graphs: bool = False, speed: int = 1000, **more) -> dict:
@@ -43,7 +45,7 @@ def place(tmp_path):
     (tmp_path / "docs" / "images").mkdir(parents=True)
     (tmp_path / "README.md").write_text("a\n\n<!-- results: made -->\n\n<!-- /results -->\n\nb\n")
     rows = [row("llama-8b", name, speed=speed) for name, speed in SPEEDS.items()]
-    rows += [row("llama-8b", results.BF16, True, 1100), row("llama-8b", "fp8-tile", True, 1650)]
+    rows += [row("llama-8b", name, True, speed) for name, speed in IN_GRAPHS.items()]
     rows += [row("llama-1b", results.BF16, error="RuntimeError: out of memory")]
     for kind in results.KINDS:
         (tmp_path / f"flagship-{kind}.json").write_text(a_file(kind, rows))
@@ -90,52 +92,62 @@ def test_steps_are_compared_on_their_machine(place, study):
     text = page(place, study("fp8-tile", 2.02))
     h100, h200 = text.split("## Whole training steps on one ")[1:]
     assert h100.startswith("NVIDIA H100") and h200.startswith("NVIDIA H200")
-    assert cells(h100, "fp8-tile") == ["612 (583)", "1,200", "300", "30.4%", "61.2", "1.20", "1.50"]
-    assert cells(h100, results.BF16)[-2:] == ["1.00", "1.25"]
-    # With graphs, beside BF16 with graphs; blockwise FP8 was not measured there.
-    assert cells(h100, "fp8-tile, graphs")[-2:] == ["1.50", ""]
-    assert "Slower than Megatron-LM FP8 blockwise: llama-8b quartet2 (0.88)." in h100
+    assert cells(h100, "fp8-tile") == [
+        "612 (583)", "1,200", "300", "30.4%", "61.2", "1.20", "1.50", "",
+    ]  # fmt: skip
+    assert cells(h100, results.BF16)[-3:] == ["1.00", "1.25", ""]
+    assert "slower than Megatron-LM FP8 blockwise: llama-8b quartet2 (0.88)." in h100
     assert "BF16: llama-8b nvfp4 (0.90), llama-8b quartet2 (0.70)." in h100
+    assert "slower than Megatron-LM FP8 tensorwise" not in h100
     assert "- llama-1b Megatron-LM BF16: RuntimeError: out of memory" in h100
     assert "torchrun pretrain_gpt.py --precision-recipe fp8-tile" in h100
 
 
-def test_ratios_are_to_rows_of_the_same_loss(place):
-    """A second file's rows stand in the order in which cases are declared."""
-    liger = {results.BF16: 2000, results.TENSORWISE: 2500, "fp8-tile": 3000}
-    rows = [row("llama-8b", f"{name}, Liger loss", speed=speed) for name, speed in liger.items()]
-    rows += [row("llama-8b", f"{results.TENSORWISE}, native fused loss", speed=1800)]
-    rows += [row("llama-8b", results.TENSORWISE, speed=1600)]
+def test_ratios_have_the_losses_that_they_name(place):
+    """The last is to rows of the same loss; a second file's rows stand in the declared order."""
+    more = {results.TENSORWISE: 1250, "nvfp4, own loss": 1492, "mxfp8": 1700}
+    rows = [row("llama-8b", name, True, speed) for name, speed in more.items()]
     (place / "flagship-h100-2.json").write_text(a_file("h100", rows))
     h100, h200 = page(place).split("## Whole training steps on one ")[1:]
-    assert "| × BF16 | × blockwise | × tensorwise |" in h100 and "× tensorwise" not in h200
-    assert cells(h100, "fp8-tile")[-3:] == ["1.20", "1.50", "0.75"]
-    assert cells(h100, "fp8-tile, Liger loss")[-3:] == ["1.50", "", "1.20"]
-    assert cells(h100, results.TENSORWISE + ", Liger loss")[-3:] == ["1.25", "", "1.00"]
-    assert cells(h100, results.TENSORWISE + ", native fused loss")[-3:] == ["", "", "1.00"]
-    assert "Slower than Megatron-LM FP8 tensorwise: llama-8b fp8-tile (0.75)" in h100
+    headings = "| × BF16 | × blockwise | × tensorwise, native fused loss |"
+    assert f"{headings} × tensorwise, same loss |" in h100 and f"{headings}\n" in h200
+    # Blockwise FP8 was not measured in graphs.
+    assert cells(h100, "mxfp8, own loss, graphs")[-4:] == ["1.50", "", "1.20", "1.10"]
+    assert cells(h100, "mxfp8, graphs")[-4:] == ["1.55", "", "1.24", "1.36"]
+    assert cells(h100, results.BF16 + ", graphs")[-4:] == ["1.00", "", "0.80", "0.88"]
+    assert "same loss: " not in h100  # half a percent is noise
     names = [line.split(" | ")[0].strip("| ") for line in h100.splitlines() if " (583) |" in line]
-    declared = [name for name in results.ORDER if name in names]
-    assert names[: len(declared)] == declared and len(declared) == 9
-    assert '"Liger loss"' in h100 and '"Liger loss"' not in h200
-    assert "compare rows of the same loss" in (place / "README.md").read_text()
+    graphs = [name.removesuffix(", graphs") for name in names if name.endswith(", graphs")]
+    assert names == [f"{name}, graphs" for name in graphs] + list(SPEEDS)
+    assert graphs == sorted(graphs, key=results.ORDER.index) and len(graphs) == 8
 
 
-def test_bars_have_ratios_to_both_bases(tmp_path, monkeypatch):
-    """Shown as far as a model has them: a dash where only the same loss is missing."""
+def test_captions_have_a_figure_for_each_gpu(place):
+    text = page(place)
+    for shown in (text, (place / "README.md").read_text()):
+        caption = " ".join(shown.split())
+        assert "`mxfp8` trains 1.50 and 1.50 times" in caption
+        assert "(one NVIDIA H100, one NVIDIA H200), 1.20 and 1.20 times" in caption
+        assert "and 1.10 and 1.10 times as fast as that FP8 with this" in caption
+        assert "these are 2.00 and 2.00, 1.60 and 1.60, 1.47 and 1.47;" in caption
+
+
+def test_bars_have_ratios(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file: drawn.append(figure))
-    both = {"BF16": 100, "FP8 tensorwise": 125}
-    both = {f"Megatron-LM {name}": speed for name, speed in both.items()} | {"fp8-tile": 150}
-    speeds = {"a": both | {"fp8-tile, Liger loss": 300}, "b": {results.BF16: 50, "fp8-tile": 75}}
-    results.draw_summary(speeds, {}, (results.BF16, results.TENSORWISE), tmp_path / "a.png")
+    first = results.Bars("A", {"a": 100, "b": 1250}, {"a": [1.0, None], "b": [12.5, 1.25]})
+    second = results.Bars("B", {"b": 75}, {"b": [1.0, 1.0]})
+    results.draw_steps([first, second], ("× a", "× c"), tmp_path / "a.png")
     left, right = drawn[0].axes
     assert [text.get_text().strip() for text in left.texts] == [
-        "100", "125 (1.25×, 1.00×)", "150 (1.50×, 1.20×)", "300 (–, –)",
+        "100 (1.00×, –)", "1,250 (12.50×, 1.25×)",
     ]  # fmt: skip
-    assert left.get_xlabel() == "tokens/s (× BF16, × FP8 tensorwise)"
-    assert [text.get_text().strip() for text in right.texts][::2] == ["50", "75 (1.50×)"]
-    assert right.get_xlabel() == "tokens/s (× BF16)"
+    assert [text.get_text().strip() for text in right.texts] == [
+        "not measured",
+        "75 (1.00×, 1.00×)",
+    ]
+    assert (left.get_title(), right.get_title()) == ("A", "B")
+    assert drawn[0].get_supxlabel() == "tokens/s (× a, × c)"
 
 
 def test_where_the_time_goes(place):
@@ -146,13 +158,13 @@ def test_where_the_time_goes(place):
     (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
     assert "gpu_time --only 'llama-8b fp8-tile' --output" in text
-    assert cells(text, "llama-8b fp8-tile") == ["612", "500", "200"]
-    assert "Commit abcdef012345." in text and "`nocast`" in text
+    assert cells(text, "llama-8b fp8-tile") == ["500", "200"]
+    assert "commit abcdef012345;" in text and "`nocast`" in text
     rows[1] = {"case": "llama-8b nvfp4", "milliseconds": {"busy": 1.5, "loss": 2.5, "GEMMs": 3.5}}
     (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
-    assert cells(text, "llama-8b fp8-tile") == ["612", "500", "200", ""]
-    assert cells(text, "llama-8b nvfp4") == ["612", "1.50", "3.50", "2.50"]
+    assert cells(text, "llama-8b fp8-tile") == ["500", "200", ""]
+    assert cells(text, "llama-8b nvfp4") == ["1.50", "3.50", "2.50"]
     assert "`nocast`" not in text
 
 
@@ -178,23 +190,16 @@ def test_longer_runs(place, study):
     assert page(place) == whole  # from the file alone
 
 
-def test_pictures(place, study):
-    """README has gaps once there are two seeds."""
+def test_gaps_have_standard_errors_once_there_are_two_seeds(place, study):
     study("bf16", 2.0)
-    page(place, study("nvfp4", 2.1))
-    assert "Right:" not in (place / "README.md").read_text()
+    assert "its standard error" not in page(place, study("nvfp4", 2.1))
     study("bf16", 2.02, seed=2)
     text = page(place, study("nvfp4", 2.1, seed=2)).partition("## Longer runs")[2]
     gaps = 0.1 / 2.0, 0.08 / 2.02
     gap, error = 100 * sum(gaps) / 2, 100 * (gaps[0] - gaps[1]) / 2
     assert cells(text, "nvfp4")[:2] == ["2.1000", f"{gap:+.2f}% ± {error:.2f}"]
-    assert "with its standard error over 2\nseeds." in (place / "README.md").read_text()
-    for name in ("results.png", "results-runs.png"):
+    for name in ("results.png", "results-steps.png", "results-runs.png"):
         assert (place / "docs" / "images" / name).read_bytes().startswith(b"\x89PNG")
-    readme = (place / "README.md").read_text()
-    assert "(docs/images/results.png)" in readme and "on one NVIDIA H100, with" in readme
-    found = results.read_steps(place, "h100")
-    assert found.speeds("llama-8b") == SPEEDS | {results.BF16: 1100, "fp8-tile": 1650}
 
 
 def test_rows_of_two_processes_are_one_table(place):
@@ -212,8 +217,8 @@ def test_the_page_says_what_is_missing(place):
     assert "one H200\n\nNot measured: `python -m benchmarks flagship --output benchmarks" in text
     assert text.partition("## Longer runs")[2].strip().startswith("Not run yet:")
     assert not (place / "flagship-runs.json").exists()
-    assert "Right:" not in (place / "README.md").read_text()
     assert (place / "docs" / "images" / "results.png").exists()
+    assert "`mxfp8` trains 1.50 times" in (place / "README.md").read_text()
 
 
 def test_errors_leave_no_page(place, study):
@@ -231,7 +236,9 @@ def test_errors_leave_no_page(place, study):
     with pytest.raises(SystemExit, match=r"other: no run of examples/studies/flagship\.yaml"):
         page(place, folder)
     (place / "flagship-h100.json").unlink()
-    with pytest.raises(SystemExit, match=r"flagship-h100\.json: is missing; python -m benchmarks "):
+    with pytest.raises(
+        SystemExit, match=r"flagship-h100\.json: README's .*; python -m benchmarks "
+    ):
         page(place)
     assert not (place / "docs" / "results.md").exists()
     assert not (place / "flagship-runs.json").exists()
