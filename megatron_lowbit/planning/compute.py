@@ -199,10 +199,9 @@ def _linear(
     names = {gemm: device.gemm(linear.precision, gemm) for gemm in GEMM_ROLES}
     size = weight_gradient_bytes(args, linear, device)
     main = 2 * gradient_bytes(args)  # read and written
+    # main_grad-h100.json: GEMMs overlap nearly all of the sum that they add to.
     accumulates = device.accumulate and size == 0
-    # main_grad-h200.json: an FP8 GEMM overlaps nothing of an FP32 sum, a BF16 GEMM nearly all.
-    exposed = accumulates and names[Gemm.WGRAD] == FOLDED and gradient_bytes(args) == FP32
-    added = {Gemm.WGRAD: main * linear.weights} if accumulates and not exposed else {}
+    added = {Gemm.WGRAD: main * linear.weights} if accumulates else {}
     seconds = {
         gemm: experts
         * device.multiplied(rows / experts, inputs, outputs, name, added.get(gemm, 0.0))
@@ -214,11 +213,6 @@ def _linear(
     if device.accumulate and size > 0:
         # dW is written, read again and added.
         passes.backward["elementwise"] += device.moved(weights * (2 * size + main))
-    if exposed:
-        # A step's first microbatch only writes, which the GEMM overlaps.
-        adding = device.moved(weights * main)
-        passes.backward["GEMM"] += adding
-        passes.step["GEMM"] -= adding
     if linear.precision.quantized:
         sizes = {Role.INPUT: rows * inputs, Role.GRAD: rows * outputs, Role.WEIGHT: weights}
         quantization = _quantization(linear.precision, sizes, names, device, known)

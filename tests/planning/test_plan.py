@@ -264,9 +264,7 @@ def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
         apart = planned(f"{model} {recipe} {separate}").seconds
         more = (apart["elementwise"] - fused["elementwise"]) / 128
         assert more == pytest.approx(12 * weights / MOVED, rel=1e-6)
-        # An FP8 GEMM takes longer by what it reads and writes, but in a step's first microbatch.
-        longer = (fused["GEMM"] - apart["GEMM"]) / 127
-        assert longer == pytest.approx(8 * layers / MOVED if "fp8" in recipe else 0, rel=1e-6)
+        assert fused["GEMM"] == pytest.approx(apart["GEMM"], rel=1e-6)
     # GEMMs with a scale a row return a product in FP32, which is added to the gradient after them.
     rows = planned(f"{model} fp8-row").seconds["elementwise"]
     apart = planned(f"{model} fp8-row {separate}").seconds["elementwise"]
