@@ -165,25 +165,23 @@ def fold_ratio(scale, top):
 def fold_pair(low, high, ratio, E: tl.constexpr):
     """Encode two tensors as :func:`encode_pair`, multiply the codes by a ratio, encode again.
 
-    The ratio is a power of two of at most 1, or NaN for a block with a NaN. FP16 holds E4M3's
-    product unless that is so small that it is encoded as 0, as FP16's nearest number is; of E5M2's
-    range FP16 lacks ratios.
+    The ratio is a power of two of at most 1, or NaN for a block with a NaN. FP16 holds the product
+    unless that is so small that it is encoded as 0, as FP16's nearest number is. Ratios of E5M2
+    that FP16 lacks are products of two.
     """
     if HARDWARE_CASTS:
-        if E.mantissa_bits == 3:
-            FOLD: tl.constexpr = (
-                "cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.rn.f16x2.e4m3x2 h, p;"
-                " cvt.rn.f16.f32 s, $3; mov.b32 r, {s, s}; mul.rn.f16x2 h, h, r;"
-                " cvt.rn.satfinite.e4m3x2.f16x2 $0, h;"
-            )
-        else:
-            FOLD: tl.constexpr = (
-                "cvt.rn.satfinite.e5m2x2.f32 p, $2, $1; cvt.rn.f16x2.e5m2x2 h, p;"
-                " mov.b32 {p, s}, h; cvt.f32.f16 u, p; cvt.f32.f16 v, s;"
-                " mul.f32 u, u, $3; mul.f32 v, v, $3; cvt.rn.satfinite.e5m2x2.f32 $0, v, u;"
-            )
+        CAST: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
+        FIRST: tl.constexpr = (
+            "mov.f32 u, $3;"
+            if E.mantissa_bits == 3
+            else "mul.f32 u, $3, 0f45800000; min.NaN.f32 u, u, 0f3F800000; cvt.rn.f16.f32 s, u;"
+            " mov.b32 r, {s, s}; mul.rn.f16x2 h, h, r; max.NaN.f32 u, $3, 0f39800000;"
+        )
         return tl.inline_asm_elementwise(
-            "{.reg .b16 p, s; .reg .b32 h, r; .reg .f32 u, v; " + FOLD + "}",
+            "{.reg .b16 p, s; .reg .b32 h, r; .reg .f32 u;"
+            " cvt.rn.satfinite." + CAST + ".f32 p, $2, $1; cvt.rn.f16x2." + CAST + " h, p;"
+            " " + FIRST + " cvt.rn.f16.f32 s, u; mov.b32 r, {s, s}; mul.rn.f16x2 h, h, r;"
+            " cvt.rn.satfinite." + CAST + ".f16x2 $0, h;}",
             "=h,r,r,r", [low, high, ratio],
             dtype=tl.int16, is_pure=True, pack=1,
         )  # fmt: skip
