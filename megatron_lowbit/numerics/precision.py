@@ -85,7 +85,7 @@ class GemmPrecision:
     def redraws_rhs(self) -> bool:
         """True if each microbatch quantizes the same right operand to other bits."""
         fresh = self.hadamard is not None and self.hadamard.signs == "fresh"
-        return _is_stochastic(self.rhs) or fresh or self.delayed is not None
+        return _is_stochastic(self.rhs) or fresh
 
     def __str__(self) -> str:
         if not self.quantized and self.accumulation is None:
@@ -269,7 +269,10 @@ class LinearPrecision:
 
     @cached_property
     def caches_weight(self) -> bool:
-        """True if the quantized weight's bits are the same in every microbatch of a step."""
+        """True if the quantized weight's bits are the same in every microbatch of a step.
+
+        They are under delayed scaling, whose histories change between steps.
+        """
         return not any(gemm.rhs and gemm.redraws_rhs for gemm in (self.fprop, self.dgrad))
 
     @property
@@ -284,6 +287,8 @@ class LinearPrecision:
             return "fprop or dgrad takes the weight in high precision"
         if not self.caches_weight:
             return "each microbatch quantizes the weight to other bits"
+        if self.fprop.delayed or self.dgrad.delayed:
+            return "the weight is under delayed scaling, whose histories layers keep"
         if self.dgrad.requantizes_rhs:
             return "dgrad requantizes the weight"
         return "fallback: bf16 needs the weight in high precision" if self.falls_back else None

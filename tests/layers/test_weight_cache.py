@@ -5,7 +5,8 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
-from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.numerics import AmaxHistory
+from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe
 
 ENGINE = ReferenceEngine("as the tests")
 LAYER = Layer("decoder.layers.5.mlp.linear_fc1", 5, 30)
@@ -32,18 +33,27 @@ def run(recipe, overrides, cache, microbatches=2):
     engine = ReferenceEngine("tests")
     engine.quantize = quantize
     precision = load_recipe(recipe, overrides).precision_for(LAYER)
+    length, history = precision.history_length, None
+    if length:  # of one step, whose amaxes are twice the step's own
+        history = AmaxHistory(len(OPERANDS), length, torch.device("cpu"))
+        history.advance(torch.full((len(OPERANDS),), 2.0))
     for key in range(microbatches):
-        y = lowbit_linear(x, weight, LinearContext(precision, engine, key, weight_cache=cache))
+        context = LinearContext(precision, engine, key, amax_history=history, weight_cache=cache)
+        y = lowbit_linear(x, weight, context)
         results += [y, *torch.autograd.grad(y, (x, weight), dy)]
-    return results, times
+    return results + ([history.step] if length else []), times
 
 
 @pytest.mark.parametrize(
     "recipe, overrides",
-    [("nvfp4", []), ("fp8-tile", []), ("mxfp8", []), ("nvfp4", ["weight.format=nvfp4"])],
+    [
+        ("nvfp4", []), ("fp8-tile", []), ("mxfp8", []), ("nvfp4", ["weight.format=nvfp4"]),
+        ("fp8-delayed", []), ("fp8-delayed", ["amax_history.just_in_time=1"]),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_once_for_all_microbatches_with_the_same_bits(recipe, overrides):
+    """Amaxes of a weight under delayed scaling are recorded as often, to the same effect."""
     apart, each = run(recipe, overrides, None)
     together, once = run(recipe, overrides, WeightCache())
     assert (each, once) == (2, 1)
