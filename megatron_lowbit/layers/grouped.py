@@ -18,6 +18,7 @@ from megatron_lowbit.kernels.split import Rows, RowSlices, rows_of, transposes_o
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
+from megatron_lowbit.layers.counts import DeviceCounts, counts_on_host
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
 from megatron_lowbit.numerics import Requests, Rounding
 from megatron_lowbit.numerics.gemms import Gemm, Role
@@ -101,7 +102,7 @@ def lowbit_grouped_linear(
     x: Tensor,
     weights: Sequence[Tensor],
     contexts: GroupContext | Sequence[LinearContext | None],
-    tokens_per_expert: Sequence[int],
+    tokens_per_expert: Sequence[int] | DeviceCounts,
     biases: Sequence[Tensor | None],
 ) -> Tensor:
     """Compute ``x_e @ weight_e.T + bias_e`` for the tokens of each expert e.
@@ -118,7 +119,7 @@ def lowbit_grouped_linear(
     Returns:
         (T, N) in x's dtype.
     """
-    tokens = list(tokens_per_expert)
+    tokens = counts_on_host(tokens_per_expert)
     if isinstance(contexts, GroupContext):
         group = replace(contexts, context=context_of(contexts.context, x))
         y: Tensor = _GroupedLinear.apply(x, rows_of(tuple(tokens)), group, *weights)  # type: ignore[no-untyped-call]

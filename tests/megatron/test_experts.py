@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import GroupContext, lowbit_linear
+from megatron_lowbit.layers import DeviceCounts, GroupContext, lowbit_linear
 from megatron_lowbit.megatron.layers import state as layer_state
 from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert, with_grouped_experts
 from megatron_lowbit.megatron.layers.state import LayerPlan, layer_of, layer_states
@@ -226,6 +226,8 @@ def test_high_precision_is_left_to_the_module():
     x = torch.zeros(sum(TOKENS), 64)
     assert taken_over("bf16")(x, TOKENS) == ("high precision", TOKENS)
     assert taken_over("nvfp4").eval()(x, TOKENS) == ("high precision", TOKENS)
+    counts = DeviceCounts(torch.tensor(TOKENS), sum(TOKENS))
+    assert taken_over("bf16")(x, counts) == ("high precision", TOKENS)
 
 
 def test_experts_in_bf16_are_multiplied_together_where_kernels_do(monkeypatch):

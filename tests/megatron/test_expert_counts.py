@@ -1,0 +1,232 @@
+"""Counts of experts' tokens that stay on the device: the bits of Megatron-LM's own dispatcher."""
+
+import shlex
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.features import expert_counts
+from megatron_lowbit.megatron.features.expert_counts import ExpertCounts
+from megatron_lowbit.megatron.layers.state import layer_states
+from megatron_lowbit.megatron.pretrain import teardown
+from megatron_lowbit.megatron.recipe_hook import model_config_of
+from megatron_lowbit.megatron.run.steps import set_microbatch_key
+from tests.marks import others_slow
+from tests.short_runs import steps
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
+
+ARGUMENTS = """
+    --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu --normalization RMSNorm
+    --disable-bias-linear --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2
+    --global-batch-size 4 --lr 1e-2 --train-iters 2 --eval-iters 0 --log-interval 1
+    --save-interval 100 --mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 100
+    --hidden-dropout 0 --attention-dropout 0 --quantization-engine reference --transformer-impl
+    local --num-experts 6 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 0.01 --no-gradient-accumulation-fusion
+"""
+NVFP4 = "--precision-recipe nvfp4 --recipe-set bf16_blocks=none"
+GPT = "--num-layers 1 --position-embedding-type rope"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules moe"
+SHARED = "--moe-shared-expert-intermediate-size 32"
+MODELS = {
+    "nvfp4": f"{GPT} {NVFP4}",
+    "bf16": f"{GPT} --precision-recipe bf16 --bf16",
+    "nvfp4, recomputed": f"{GPT} {NVFP4} --bf16 {RECOMPUTED}",
+    "bf16, shared expert": f"{GPT} --precision-recipe bf16 --bf16 {SHARED}",
+    "nvfp4, shared expert, overlapped": f"{GPT} {NVFP4} {SHARED} --moe-shared-expert-overlap",
+    "nvfp4, hybrid": f"--hybrid-layer-pattern ME --mamba-state-dim 8 --mamba-head-dim 16 "
+    f"--mamba-num-groups 2 --position-embedding-type none {NVFP4}",
+}
+OVERRIDDEN = {"_maybe_dtoh_and_synchronize", "dispatch_postprocess", "combine_preprocess"}
+
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models on the CPU")
+
+
+@contextmanager
+def moe_layer(model: str):
+    """Build a model under a recipe, without the feature; yield its MoE layer."""
+    with pytest.MonkeyPatch.context() as patch, teardown():
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        patch.setattr(ExpertCounts, "is_on", lambda args, recipe: False)
+        patch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+        config = model_config_of(parse_arguments(shlex.split(ARGUMENTS + MODELS[model])))
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(5)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        chunks = [config.get_builder_cls()(config).build_model(groups)]
+        for hook in config.pre_wrap_hooks:
+            chunks = hook(chunks)
+        (layer,) = (module for module in chunks[0].modules() if isinstance(module, MoELayer))
+        yield layer
+
+
+def install(layer: MoELayer) -> None:
+    ExpertCounts(SimpleNamespace(chunks=[layer])).install()
+
+
+def overridden(layer: MoELayer) -> set[str]:
+    return OVERRIDDEN & vars(layer.token_dispatcher).keys()
+
+
+def results(layer: MoELayer, forward=None) -> dict[str, torch.Tensor]:
+    """Return output, gradient of the input and gradients of all parameters of a training pass.
+
+    ``forward``: in place of the layer's own.
+    """
+    for state in layer_states([layer]):
+        state.forget_weight()
+    layer.zero_grad()
+    draws = torch.Generator().manual_seed(3)
+    x = torch.randn(16, 2, 32, generator=draws).to(layer.config.params_dtype).requires_grad_()
+    set_microbatch_key(1, 2, 3)
+    y = forward(x) if forward else layer(x)[0]
+    y.backward(torch.randn(y.shape, generator=draws).to(y.dtype))
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys() and "router.weight" in found
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+        assert values.any(), name
+
+
+@on_a_cpu
+@pytest.mark.parametrize("model", MODELS)
+def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
+    with moe_layer(model) as layer:
+        expected = results(layer)
+        assert not overridden(layer)
+        install(layer)
+        assert overridden(layer) == OVERRIDDEN
+        check_same(results(layer), expected)
+
+
+@on_a_cpu
+def test_experts_need_no_more_than_a_graph_of_the_router_returns():
+    """Graphs of other passes change what else the dispatcher keeps."""
+    with moe_layer("nvfp4") as layer:
+        expected = results(layer)
+        install(layer)
+        dispatcher = layer.token_dispatcher
+
+        def forward(x):
+            layer.fwd_execution_map = "route"
+            hidden, probs, shared = layer(x, intermediate_tensors=())
+            kept = {name: getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs}
+            layer(x.flip(0).roll(1, 2), intermediate_tensors=())
+            assert not torch.equal(dispatcher.tokens_per_expert, kept["tokens_per_expert"])
+            for name, value in kept.items():
+                if torch.is_tensor(value):
+                    setattr(dispatcher, name, value)
+            layer.fwd_execution_map = "expert_compute"
+            output, _ = layer(None, intermediate_tensors=(hidden, probs))
+            layer.fwd_execution_map = "postprocess"
+            return layer(None, intermediate_tensors=(output, shared))
+
+        check_same(results(layer, forward), expected)
+
+
+class Watched(torch.Tensor):
+    """Tensor that notes the names of functions that read it."""
+
+    calls: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("model", "passes"), [("nvfp4", 1), ("bf16", 1), ("nvfp4, recomputed", 2)])
+def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
+    """Two linear layers need them, and their backward passes."""
+    Watched.calls, made, reads = [], [], []
+
+    class Counts(expert_counts.DeviceCounts):
+        def __init__(self, counts, rows):
+            super().__init__(counts.as_subclass(Watched), rows)
+            assert counts.sum() == rows
+            made.append(self)
+
+        def on_host(self):
+            reads.append(self)
+            return super().on_host()
+
+    monkeypatch.setattr(expert_counts, "DeviceCounts", Counts)
+    with moe_layer(model) as layer:
+        install(layer)
+        results(layer)
+        assert not hasattr(layer.token_dispatcher, "d2h_event")
+    assert len(made) == passes
+    assert reads == [counts for counts in made for _ in ("fc1", "fc2")]
+    assert Watched.calls == ["tolist"] * passes
+
+
+EXCLUDED = [
+    ("token_dispatcher.ep_size", 2),
+    ("token_dispatcher.tp_size", 2),
+    ("token_dispatcher.__class__", MoEAllGatherTokenDispatcher),
+    ("token_dispatcher.__class__", MoEFlexTokenDispatcher),
+    ("experts.__class__", SequentialMLP),
+    ("config.moe_expert_capacity_factor", 1.0),
+    ("config.fp8", "hybrid"),
+    ("config.fp4", "e2m1"),
+    ("config.add_bias_linear", True),
+    ("config.use_transformer_engine_op_fuser", True),
+    ("config.fine_grained_activation_offloading", True),
+]
+
+
+@on_a_cpu
+def test_other_dispatchers_and_experts_are_left_alone():
+    with moe_layer("nvfp4") as layer:
+        for name, value in EXCLUDED:
+            owner, _, attribute = name.partition(".")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(getattr(layer, owner), attribute, value)
+                install(layer)
+            assert not overridden(layer), name
+        install(layer)
+        assert overridden(layer)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("model", others_slow(MODELS, ["bf16"]))
+def test_training_has_the_bits_of_megatron_lms_dispatcher(model, tmp_path, monkeypatch):
+    """Two steps of two micro batches: losses and gradient norms."""
+    calls, postprocess = [], expert_counts._dispatch_postprocess
+
+    def count(*given):
+        calls.append(None)
+        return postprocess(*given)
+
+    monkeypatch.setattr(expert_counts, "_dispatch_postprocess", count)
+    arguments = [*shlex.split(ARGUMENTS + MODELS[model]), "--save"]
+    pretrain.main([*arguments, str(tmp_path / "with")])
+    assert len(calls) == 4 * (1 + ("recomputed" in model))
+    calls.clear()
+    monkeypatch.setattr(ExpertCounts, "is_on", lambda args, recipe: False)
+    pretrain.main([*arguments, str(tmp_path / "without")])
+    assert not calls and len(steps(tmp_path / "with")) == 2
+    assert steps(tmp_path / "with") == steps(tmp_path / "without")
