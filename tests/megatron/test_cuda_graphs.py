@@ -9,6 +9,10 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, lowbit_linear
@@ -23,7 +27,9 @@ from megatron_lowbit.numerics.randomness import key_table, microbatch_key
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, load_recipe
 from tests.megatron.test_compatibility import GRAPHS
 
-ARGS = {**GRAPHS, "overlap_param_gather": False, "use_torch_fsdp2": False}
+ARGS = {
+    **GRAPHS, "overlap_param_gather": False, "use_torch_fsdp2": False, "cuda_graph_modules": [],
+}  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -127,6 +133,48 @@ def test_the_output_layer_is_left_out(monkeypatch):
     assert layer.context(UNSHARDED).weight_cache is None
 
 
+@pytest.mark.parametrize(
+    ("implementation", "modules", "captured"),
+    [
+        ("transformer_engine", [CudaGraphModule.attn], "qkv"),
+        ("transformer_engine", [CudaGraphModule.attn, CudaGraphModule.moe_router], "qkv shared"),
+        ("transformer_engine", [CudaGraphModule.moe], "expert shared"),
+        ("transformer_engine", [], "qkv expert shared"),
+        ("local", [CudaGraphModule.attn], "qkv expert shared"),  # of the whole block
+    ],
+)
+def test_graphs_of_parts_of_blocks_leave_the_others_their_keys(
+    monkeypatch, implementation, modules, captured
+):
+    names = ("qkv", "expert", "shared")
+    block = TransformerLayer.__new__(TransformerLayer)
+    torch.nn.Module.__init__(block)
+    block.is_moe_layer, block.mlp = True, MoELayer.__new__(MoELayer)
+    torch.nn.Module.__init__(block.mlp)
+    block.config = SimpleNamespace(
+        cuda_graph_modules=modules, moe_shared_expert_intermediate_size=64,
+        moe_shared_expert_overlap=False,
+    )  # fmt: skip
+    made = dict(zip(names, states("nvfp4", "nvfp4", "nvfp4"), strict=True))
+    made["expert"].is_expert = True
+    layers = {name: Linear(state) for name, state in made.items()}
+    for name in ("input_layernorm", "pre_cross_attn_layernorm", "cross_attention"):
+        setattr(block, name, IdentityOp())
+    block.pre_mlp_layernorm, block.mlp.router = IdentityOp(), torch.nn.Identity()
+    block.self_attention, block.mlp.experts = layers["qkv"], layers["expert"]
+    block.mlp.shared_experts = layers["shared"]
+    chunk = torch.nn.ModuleList([block])
+    chunk.config = block.config
+    monkeypatch.setattr(cuda_graphs, "captured", captured_on_cpu)
+    graphs = installed(
+        list(made.values()), [chunk], cuda_graph_impl=implementation, cuda_graph_modules=modules
+    )
+    graphs.begin_step(0, training=True)
+    for name, state in made.items():
+        assert (state.graph_keys is not None) == (name in captured.split())
+        assert state.weight_cache.stored == (name in captured.split() and name != "expert")
+
+
 class Linear(torch.nn.Module):
     """Linear layer with a state."""
 
@@ -140,7 +188,7 @@ class Linear(torch.nn.Module):
         return lowbit_linear(x, self.weight, state.context(state.shards()))
 
 
-def captured(function):
+def captured_on_cpu(function):
     """Return the result of a function on a CPU, and a function that rewrites it in its memory."""
     made = function()
 
@@ -157,7 +205,7 @@ def captured(function):
 @pytest.fixture
 def layers(monkeypatch):
     """Return a layer under each of three recipes, in graphs and not: the last two draw bits."""
-    monkeypatch.setattr(cuda_graphs, "captured", captured)
+    monkeypatch.setattr(cuda_graphs, "captured", captured_on_cpu)
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
     names = ("fp8-tile", "nvfp4", "mxfp4-backward")
     made, plain = ([Linear(state) for state in states(*names)] for _ in range(2))

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+from megatron.core.transformer.cuda_graphs import _layer_is_graphable, delete_cuda_graphs
 
 from megatron_lowbit.layers import WeightCache
 from megatron_lowbit.layers.operands import quantize_weight
 from megatron_lowbit.megatron.features import Feature
-from megatron_lowbit.megatron.layers.state import LayerState, weights_of
+from megatron_lowbit.megatron.layers.state import LayerState, layer_states, weights_of
 from megatron_lowbit.numerics.randomness import key_table
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 
@@ -46,9 +46,7 @@ class CudaGraphs(Feature):
     def install(self) -> None:
         """Give the layers places in device memory for what changes between replays."""
         args = self.run.args
-        # The output layer is not captured.
-        states = [state for state in self.run.states if not state.plan.layer.is_output]
-        self._states = states
+        self._states = states = self._captured_states()
         self._unused = key_table(0)
         device = states[0].device if states else "cpu"
         self._keys = torch.zeros((len(states), len(self._unused)), dtype=torch.int64, device=device)
@@ -58,8 +56,28 @@ class CudaGraphs(Feature):
         self._weights: list[tuple[torch.nn.Parameter, LayerState]] = []
         # Weights that are gathered later are not whole when a step begins.
         if not (args.overlap_param_gather or args.use_megatron_fsdp or args.use_torch_fsdp2):
+            dense = {state for state in states if not state.is_expert}
             weights = (pair for chunk in self.run.chunks for pair in weights_of(chunk))
-            self._weights = [pair for pair in weights if not pair[1].is_expert]
+            self._weights = [pair for pair in weights if pair[1] in dense]
+
+    def _captured_states(self) -> list[LayerState]:
+        """Return the states of layers that graphs capture: of whole blocks, or of their parts.
+
+        Layers outside of graphs keep random keys on the CPU, without which experts are not
+        computed together, and their own caches of weights. The output layer is outside of blocks.
+        """
+        args, states = self.run.args, self.run.states
+        if args.cuda_graph_impl == "transformer_engine" and args.cuda_graph_modules:
+            parts = [
+                part
+                for chunk in self.run.chunks
+                for block in chunk.modules()
+                if _layer_is_graphable(block, chunk.config)
+                for part in block._get_submodules_under_cudagraphs()
+            ]
+            captured = set(layer_states(parts))
+            states = [state for state in states if state in captured]
+        return [state for state in states if not state.plan.layer.is_output]
 
     def _note_microbatches(self) -> tuple[Any, int | bool]:
         """Let layers write gradients that are the only ones of a step; return what captures fix."""
