@@ -62,6 +62,8 @@ def amax_kernel(
     col0 = (program % tiles) * TN
     if table is not None:
         section = section_of(table, tile, QUANTIZE_FIELDS, COUNT)
+        if section < 0:
+            return
         tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         x = pointer(table, section, X, COUNT, x)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)

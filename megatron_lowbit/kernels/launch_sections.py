@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import AmaxSpec, amax_kernel
 from megatron_lowbit.kernels.amaxes import BITS, NO_TRANSFORM, amax_spec, amax_tile, zeros_of
+from megatron_lowbit.kernels.device_tables import Entries, make_table
 from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launch import NO_SIDE, TILES_DONE, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
+from megatron_lowbit.kernels.of_counts import are_multiples, largest_of
 from megatron_lowbit.kernels.operand_group import (
     STACKED_TERMS,
     GroupLayout,
@@ -22,7 +23,7 @@ from megatron_lowbit.kernels.operand_group import (
 )
 from megatron_lowbit.kernels.quantize import SideArguments, quantize_kernel
 from megatron_lowbit.kernels.routes import Form
-from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for, table_of
+from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for
 from megatron_lowbit.kernels.sides import signed, signs_of
 from megatron_lowbit.kernels.split import SeparateMatrices
 from megatron_lowbit.kernels.support import has_kernel
@@ -87,18 +88,18 @@ def quantize_sections(
     ]
     filled = heights.in_units(plan.filled)
     tiles = plan.filled // plan.height
-    fields = [xs.addresses, heights.numbers]
+    fields: list[Entries] = [xs.addresses, heights.numbers]
     for requests, group in zip(sides, groups, strict=True):
         fields += _fields(requests, group)
-    table = table_of(tiles * filled.numbers, fields, first.device)
-    even = not (heights.numbers % plan.filled).any()
+    table = make_table(tiles * filled.numbers, fields, first.device)
+    even = are_multiples(heights.numbers, plan.filled)
     given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
     zeros = scalars[2], scalars[2 if plan.shared else 3]
     amaxes = [zero if takes else None for zero, takes in zip(zeros, plan.measures, strict=True)]
     tiles_done = None
     # A GPU starts programs in the order of their numbers, one on each multiprocessor or more: so
     # many of one matrix come to run at the same time.
-    programs = filled.numbers.max() * tiles * plan.quantize_tiles
+    programs = largest_of(filled.numbers) * tiles * plan.quantize_tiles
     if plan.shared and programs <= multiprocessors(first.device):
         tiles_done = scalars[3].view(torch.int32)
     elif any(plan.measures):
@@ -189,10 +190,6 @@ def _plan(
         launchers(quantize_kernel, tile, specs, (TILES_DONE,), views=views_of(*written), **options),
         cdiv(across, tile[1]),
     )
-
-
-Entries = int | Sequence[int] | np.ndarray
-"""Entry of all matrices of a table, or of each."""
 
 
 def _fields(requests: Requests | None, group: OperandGroup | None) -> list[Entries]:

@@ -83,7 +83,7 @@ class Launcher:
         first = [None if isinstance(x, Tensor) else x for x in arguments]
         first += self._constants
         pointers = [index for index, x in enumerate(arguments) if isinstance(x, Tensor)]
-        numbers = [index for index in self._varying if isinstance(arguments[index], int)]
+        numbers = [i for i in self._varying if isinstance(arguments[i], (int, tuple))]
 
         def launch_again(arguments: Sequence[Any], programs: int) -> None:
             given = first.copy()
@@ -142,9 +142,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _type_key(argument: Tensor | int | None) -> int | str | None:
+def _type_key(argument: Any) -> Any:
     if argument is None:
         return None
     if isinstance(argument, int):
         return "narrow" if -(2**31) <= argument < 2**31 else "wide"
+    if isinstance(argument, tuple):
+        # Triton compiles numbers of a tuple as what they are, whatever the kernel says.
+        return *map(_type_key, argument), *[1 if n == 1 else 2 * (n % 16 > 0) for n in argument]
     return argument.data_ptr() % 16

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.launcher import table_launcher
+from megatron_lowbit.kernels.of_counts import Numbers, are_multiples
 from megatron_lowbit.kernels.operands import (
     DECODED_TILE,
     ExactBF16,
@@ -41,8 +42,8 @@ class Stack(NamedTuple):
 
     rows: int
     columns: int
-    first_rows: np.ndarray
-    first_columns: np.ndarray
+    first_rows: Numbers
+    first_columns: Numbers
 
 
 class Matrices(NamedTuple):
@@ -57,13 +58,13 @@ class Matrices(NamedTuple):
     """
 
     template: Tensor
-    addresses: np.ndarray
-    rows: np.ndarray
-    terms: np.ndarray
-    steps: np.ndarray
+    addresses: Numbers
+    rows: Numbers
+    terms: Numbers
+    steps: Numbers
     by_rows: bool
     factors: np.ndarray | int
-    scales: np.ndarray | None
+    scales: Numbers | None
     aligned: bool = True
     stack: Stack | None = None
 
@@ -122,13 +123,19 @@ group_layout = lru_cache(maxsize=4096)(GroupLayout)
 _NO_MEMORY = torch.empty(0, device="meta")
 
 
-@lru_cache(maxsize=1024)
-def operand_offsets(layout: GroupLayout, rows: Rows) -> tuple[Matrices, np.ndarray]:
+def operand_offsets(layout: GroupLayout, rows: Rows) -> tuple[Matrices, Numbers]:
     """Place operands of matrices of so many rows in memory that begins at address 0.
 
     Returns:
         The operands, and the columns of a row of codes of each, int64 (count,).
     """
+    if layout not in rows.offsets:
+        rows.offsets[layout] = _operand_offsets(layout, rows)
+    offsets: tuple[Matrices, Numbers] = rows.offsets[layout]
+    return offsets
+
+
+def _operand_offsets(layout: GroupLayout, rows: Rows) -> tuple[Matrices, Numbers]:
     units, unit = rows.in_units(layout.unit), layout.operand
     zeros, across = np.zeros(len(rows), np.int64), np.full(len(rows), layout.across)
     codes, by_rows = units.before * unit.codes.nbytes, not (layout.values and layout.transposed)
@@ -150,7 +157,7 @@ def operand_offsets(layout: GroupLayout, rows: Rows) -> tuple[Matrices, np.ndarr
         terms, columns = (np.full(len(rows), size) for size in (unit.shape[1], unit.columns))
         stack = Stack(total, unit.columns, first, zeros)
     steps = columns if by_rows else across
-    aligned = not (steps * unit.codes.dtype.itemsize % _ALIGNMENT).any()
+    aligned = are_multiples(steps * unit.codes.dtype.itemsize, _ALIGNMENT)
     matrices = Matrices(
         _NO_MEMORY, codes, heights, terms, steps, by_rows, 0, scales, aligned, stack
     )
@@ -179,8 +186,9 @@ class OperandGroup(Sequence[Any]):
     def __getitem__(self, number: Any) -> QuantizedTensor | Transposed | ExactBF16:
         if number >= len(self):
             raise IndexError(number)
-        group, layout = self.layout, self.layout.of(int(self.rows.numbers[number]))
-        first, scales = int(self.rows.in_units(group.unit).before[number]), None
+        group, layout = self.layout, self.layout.of(int(self.rows.on_host[number]))
+        before = self.rows.in_units(group.unit).before
+        first, scales = int(before[number]), None  # type: ignore[index]  # which the host knows
         if group.stacks_columns:
             begin = first * group.unit
             codes = self.codes.view(group.across, -1)[:, begin : begin + layout.codes.shape[1]]
@@ -192,7 +200,7 @@ class OperandGroup(Sequence[Any]):
         return transposed(operand) if self.transposes else operand
 
     @property
-    def terms(self) -> np.ndarray:
+    def terms(self) -> Numbers:
         """The number of terms of each in a product."""
         offsets, _ = operand_offsets(self.layout, self.rows)
         return offsets.rows if self.transposes else offsets.terms

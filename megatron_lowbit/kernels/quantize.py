@@ -111,6 +111,8 @@ def quantize_kernel(
     first_program = 0
     if table is not None:
         section = section_of(table, tile, QUANTIZE_FIELDS, COUNT)
+        if section < 0:
+            return
         first_tile = entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         first_program, tile = first_tile * tiles, tile - first_tile
         x = pointer(table, section, X, COUNT, x)

@@ -69,11 +69,11 @@ def table_of(
         entries[row] = field
     numbers[size:begin] = header
     numbers[begin:].view(np.int16)[:all_tiles] = np.repeat(_numbers(matrices), tiles)
-    return Table(_uploaded(table, device), count, all_tiles)
+    return Table(uploaded(table, device), count, all_tiles)
 
 
-def _uploaded(table: Tensor, device: torch.device) -> Tensor:
-    """Copy a table to the device, on a GPU while its earlier kernels run.
+def uploaded(table: Tensor, device: torch.device) -> Tensor:
+    """Copy a pinned table to the device, on a GPU while its earlier kernels run.
 
     Between two kernels of one stream a copy, and the changes to it and back, take 10 us.
     """
@@ -106,7 +106,7 @@ def _numbers(count: int) -> np.ndarray:
 
 @triton.jit
 def section_of(table, tile, FIELDS: tl.constexpr, COUNT: tl.constexpr, header=0):
-    """Return the number of the matrix that has a tile, int32.
+    """Return the number of the matrix that has a tile, int32; -1 behind the last tile.
 
     It is read behind the FIELDS rows of the table and what comes ``header`` of the list of tiles.
     """

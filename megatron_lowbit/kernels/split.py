@@ -6,39 +6,83 @@ than the GPU multiplies them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+from megatron_lowbit.kernels.of_counts import Numbers, OfCounts, are_multiples
 
 
 class Units(NamedTuple):
     """Units of several rows: the number in each matrix, before it, and in all."""
 
-    numbers: np.ndarray
-    before: np.ndarray
+    numbers: Numbers
+    before: Numbers
     total: int
 
 
 class Rows:
-    """Numbers of rows of matrices, int64 (count,)."""
+    """Numbers of rows of matrices, int64 (count,).
+
+    ``offsets`` keeps where operands of a layout lie in memory.
+    """
 
     def __init__(self, numbers: Sequence[int] | np.ndarray) -> None:
-        self.numbers = np.asarray(numbers, dtype=np.int64)
+        self.on_host = np.asarray(numbers, dtype=np.int64)
         self._units: dict[int, Units] = {}
+        self.offsets: dict[Any, Any] = {}
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.on_host)
+
+    @property
+    def numbers(self) -> Numbers:
+        """The numbers of rows."""
+        return self.on_host
 
     def in_units(self, unit: int) -> Units:
         """Return the matrices in units of so many rows."""
         if unit not in self._units:
-            numbers = (self.numbers + (unit - 1)) // unit
-            ends = numbers.cumsum()
-            self._units[unit] = Units(numbers, ends - numbers, int(ends[-1]))
+            self._units[unit] = self._in_units(unit)
         return self._units[unit]
+
+    def _in_units(self, unit: int) -> Units:
+        numbers = (self.on_host + (unit - 1)) // unit
+        ends = numbers.cumsum()
+        return Units(numbers, ends - numbers, int(ends[-1]))
+
+
+class DeviceRows(Rows):
+    """Numbers of rows that stay on the device; totals of units are the largest possible ones.
+
+    Args:
+        counts: the numbers, int64 (count,).
+        total: their sum.
+    """
+
+    def __init__(self, counts: Tensor, total: int) -> None:
+        self.counts, self.total = counts, total
+        self._units, self.offsets = {}, {}
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def on_host(self) -> np.ndarray:  # type: ignore[override]
+        """Refuse to wait for the device: whoever asks takes numbers that the host knows."""
+        raise TypeError("numbers of rows that are on the device are not known on the host")
+
+    @property
+    def numbers(self) -> OfCounts:
+        """The numbers of rows."""
+        return OfCounts(self.counts, self.total, 1)
+
+    def _in_units(self, unit: int) -> Units:
+        numbers = OfCounts(self.counts, self.total, unit)
+        return Units(numbers, replace(numbers, before=True), numbers.bound)
 
 
 @lru_cache(maxsize=1024)
@@ -72,14 +116,14 @@ class SeparateMatrices(Sequence[Tensor]):
         return rows_of(tuple([x.shape[0] for x in self.matrices]))
 
     @cached_property
-    def addresses(self) -> np.ndarray:
+    def addresses(self) -> Numbers:
         """The address of each, int64, also of one without rows."""
         return np.array([x.data_ptr() for x in self.matrices], dtype=np.int64)
 
     @property
     def aligned(self) -> bool:
         """True if each begins at a multiple of 16 bytes, whatever their rows."""
-        return not (self.addresses & 15).any()
+        return are_multiples(self.addresses, 16)
 
     @cached_property
     def alike(self) -> bool:
@@ -106,10 +150,10 @@ class RowSlices(SeparateMatrices):
     @cached_property
     def matrices(self) -> Sequence[Tensor]:  # type: ignore[override]
         """The parts."""
-        return self.matrix.split(self.rows.numbers.tolist())
+        return self.matrix.split(self.rows.on_host.tolist())
 
     @cached_property
-    def addresses(self) -> np.ndarray:
+    def addresses(self) -> Numbers:
         """The address of each part, int64, also of one without rows."""
         return self.rows.in_units(1).before * self._row_bytes + self.matrix.data_ptr()
 

@@ -1,0 +1,192 @@
+"""Tables of matrices (see ``sections.py``) whose numbers of rows stay on the device.
+
+A kernel writes there what ``sections.table_of`` calculates on the host. How many tiles there are is
+not known: memory and grids are as large as they may have to be, and the list of tiles has -1 behind
+the last one, where kernels return.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lowbit.kernels.launcher import cdiv, table_launcher
+from megatron_lowbit.kernels.of_counts import Numbers, OfCounts, sum_of
+from megatron_lowbit.kernels.sections import Table, columns_for, table_of, uploaded
+
+Entries = int | Sequence[int] | Numbers
+"""Entry of all matrices of a table, or of each."""
+MAX_MATRICES = 256
+"""Matrices at most, whose tiles a program compares with those of all others."""
+_OWN, _BEFORE, _NUMBER, _ARRAY = (tl.constexpr(i) for i in range(4))
+"""Meanings of a field: units of a matrix; of those before it; its number; an address of a number
+for each."""
+_TILES, _PROGRAMS = 128, 16
+"""Tiles whose matrices, and programs of a later kernel whose steps a program calculates."""
+
+
+class Field(NamedTuple):
+    """Formula of a table's row, as a constexpr: two numbers of the launch belong to it."""
+
+    kind: int
+    unit: int = 1
+    empty: int | None = None
+
+
+def make_table(
+    tiles: Numbers,
+    fields: Sequence[Entries],
+    device: torch.device,
+    steps: int | None = None,
+    programs: int = 0,
+) -> Table:
+    """Return the table of matrices that ``sections.table_of`` says, made where its numbers are.
+
+    Args:
+        tiles: the matrices' numbers of tiles.
+        fields: the table's other rows.
+        device: where the table is.
+        steps: for counts on the device, the number of the row that has the tiles' steps: matrices
+            with more of them come first, and a header says how ``programs`` share the tiles, as
+            ``grouped_gemm.steps_per_program`` does. None for no header.
+        programs: as above.
+    """
+    counted = [field for field in (tiles, *fields) if isinstance(field, OfCounts)]
+    if not counted:
+        return table_of(tiles, fields, device)
+    counts, arrays = counted[0].counts, []
+    formulas, numbers = [], []
+    for field in (tiles, *fields):
+        formula, *pair = _formula(field, arrays)
+        formulas.append(formula)
+        numbers += pair
+    if arrays:
+        _point_to_arrays(formulas, numbers, arrays, device)
+    matrices, all_tiles = len(counts), sum_of(tiles)
+    count, header = columns_for(matrices), 0 if steps is None else 1 + programs
+    words = len(formulas) * count + header + cdiv(all_tiles, 4)
+    table = torch.empty(words, dtype=torch.int64, device=device)
+    constants = tuple(formulas), steps, count, _TILES, _PROGRAMS
+    launch = table_launcher(table_kernel, constants, (("num_warps", 4),), (0, 2, 3, 4, 5), device)
+    arguments = counts, table, tuple(numbers), matrices, all_tiles, programs
+    launch(arguments, max(cdiv(all_tiles, _TILES), cdiv(programs, _PROGRAMS)))
+    return Table(table, count, all_tiles)
+
+
+def _formula(entries: Entries, arrays: list[np.ndarray]) -> tuple[Field, int, int]:
+    """Return a row's formula, base and step; append what has no formula to ``arrays``."""
+    if isinstance(entries, OfCounts):
+        kind = _BEFORE if entries.before else _OWN
+        return Field(kind.value, entries.unit, entries.empty), entries.base, entries.step
+    if isinstance(entries, int):
+        return Field(_NUMBER.value), entries, 0
+    array = np.asarray(entries, dtype=np.int64)
+    steps = array[1:] - array[:-1]
+    if not len(steps) or (steps == steps[0]).all():
+        return Field(_NUMBER.value), int(array[0]), int(steps[0]) if len(steps) else 0
+    arrays.append(array)
+    return Field(_ARRAY.value), 0, array.itemsize
+
+
+def _point_to_arrays(
+    formulas: Sequence[Field],
+    numbers: list[int],
+    arrays: Sequence[np.ndarray],
+    device: torch.device,
+) -> None:
+    """Set the bases of rows that are read from arrays to these arrays' addresses on the device."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    there = _arrays_there(b"".join(array.tobytes() for array in arrays), device, stream)
+    rows = [row for row, formula in enumerate(formulas) if formula.kind == _ARRAY.value]
+    for number, row in enumerate(rows):
+        numbers[2 * row] = there.data_ptr() + number * arrays[0].nbytes
+
+
+@lru_cache(maxsize=256)
+def _arrays_there(content: bytes, device: torch.device, stream: int) -> Tensor:
+    """Upload numbers for a stream's kernels: addresses of weights are the same for a step."""
+    array = torch.empty(len(content) // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
+    array.numpy()[:] = np.frombuffer(content, dtype=np.int64)
+    return uploaded(array, device)
+
+
+@triton.jit(do_not_specialize=["matrices", "all_tiles", "programs"])
+def table_kernel(
+    counts, table, numbers, matrices, all_tiles, programs,
+    FIELDS: tl.constexpr, STEPS: tl.constexpr, COUNT: tl.constexpr, TILES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Write the rows, the header and the list of tiles of a table in COUNT columns.
+
+    The first of FIELDS are the numbers of tiles; each has two of the ``numbers``. Matrices come in
+    the order of the row STEPS, largest first; None for their own order and no header. A program
+    writes every so-many-th row, PROGRAMS numbers of the header and TILES of the list's
+    ``all_tiles`` entries.
+    """
+    program, section = tl.program_id(0), tl.arange(0, COUNT)
+    inside = section < matrices
+    count = tl.load(counts + section, mask=inside, other=0)
+    tiles = _entries(FIELDS[0], numbers[0], numbers[1], section, count, inside)
+    tiles = tl.where(inside, tiles, 0).to(tl.int32)
+    list_of_tiles = table + len(FIELDS) * COUNT
+    if STEPS is None:
+        place, first = section, tl.cumsum(tiles, 0) - tiles
+    else:
+        pair = numbers[2 * STEPS], numbers[2 * STEPS + 1]
+        steps = _entries(FIELDS[STEPS], pair[0], pair[1], section, count, inside)
+        steps = tl.where(inside, steps, -1).to(tl.int32)
+        longer = steps[None, :] > steps[:, None]
+        longer |= (steps[None, :] == steps[:, None]) & (section[None, :] < section[:, None])
+        place = tl.sum(longer.to(tl.int32), 1)
+        first = tl.sum(tl.where(longer, tiles[None, :], 0), 1)
+        _write_header(list_of_tiles, first, tiles, steps, programs, PROGRAMS)
+        list_of_tiles += 1 + programs
+    for row in tl.static_range(len(FIELDS)):
+        if program == row % tl.num_programs(0):
+            entries = first.to(tl.int64)
+            if row > 0:
+                pair = numbers[2 * row], numbers[2 * row + 1]
+                entries = _entries(FIELDS[row], pair[0], pair[1], section, count, inside)
+            tl.store(table + row * COUNT + place, entries, mask=inside)
+    tile = program * TILES + tl.arange(0, TILES)
+    owner = tl.sum(((first + tiles)[None, :] <= tile[:, None]).to(tl.int32), 1)
+    owner = tl.where(tile < tl.sum(tiles, 0), owner, -1).to(tl.int16)
+    tl.store(list_of_tiles.to(tl.pointer_type(tl.int16)) + tile, owner, mask=tile < all_tiles)
+
+
+@triton.jit
+def _entries(FIELD: tl.constexpr, base, step, section, count, inside):
+    """Return a row of a table, int64: what :class:`OfCounts` says, a progression, or an array."""
+    if FIELD.kind <= _BEFORE:
+        number = (count + (FIELD.unit - 1)) // FIELD.unit
+        if FIELD.kind == _BEFORE:
+            number = tl.cumsum(number, 0) - number
+    else:
+        number = section.to(tl.int64)
+    value = number * step + base
+    if FIELD.kind == _ARRAY:
+        value = tl.load(value.to(tl.pointer_type(tl.int64)), mask=inside)
+    if FIELD.empty is not None:
+        value = tl.where(count == 0, FIELD.empty, value)
+    return value
+
+
+@triton.jit
+def _write_header(header, first, tiles, steps, programs, PROGRAMS: tl.constexpr):
+    """Write what ``grouped_gemm.steps_per_program`` returns, for PROGRAMS of the programs."""
+    long = tl.sum(tl.where(steps * programs > tl.sum(steps * tiles, 0), tiles, 0), 0)
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    # A long tile is its program's only one: the next would be behind the last.
+    apart = tl.where(program < long, 2**30, programs - long)[:, None]
+    until = first[None, :] - program[:, None]
+    skipped = tl.maximum((until + apart - 1) // apart, 0)
+    taken = tl.maximum((until + tiles[None, :] + apart - 1) // apart, 0) - skipped
+    taken = tl.sum(taken * steps[None, :], 1).to(tl.int64)
+    tl.store(header + 1 + program, taken, mask=program < programs)
+    if tl.program_id(0) == 0:
+        tl.store(header, (programs - long).to(tl.int64))

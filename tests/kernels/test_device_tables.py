@@ -1,0 +1,124 @@
+"""Matrices whose numbers of rows stay on the device: the tables and results of known numbers."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lowbit.kernels import of_counts
+from megatron_lowbit.kernels.device_tables import Entries, make_table
+from megatron_lowbit.kernels.launch_sections import quantize_sections
+from megatron_lowbit.kernels.launcher import _type_key, cdiv
+from megatron_lowbit.kernels.routes import Form
+from megatron_lowbit.kernels.sections import Table, columns_for, table_of
+from megatron_lowbit.kernels.split import DeviceRows, Rows, RowSlices
+from megatron_lowbit.numerics import Requests
+from tests.kernels.test_quantize import DEVICE, values
+from tests.kernels.test_sections import check_same, request_of
+from tests.marks import others_slow
+
+
+def draws_of_counts() -> Iterator[list[int]]:
+    """Yield numbers of rows: none, all of one matrix, and random ones."""
+    yield from ([5], [128], [0, 0, 40], [40, 0, 0], [16, 16, 32], [0] * 127 + [300])
+    generator = np.random.default_rng(3)
+    for count in (1, 2, 3, 3, 8, 8, 60, 128, 128, 128, 200, 256):
+        counts = generator.geometric(1 / 40, count) * (generator.random(count) < 0.7)
+        yield [*map(int, counts)]
+    yield [1] * 128
+    yield [0, 129, 127, 1]
+
+
+def on_device(counts: list[int]) -> DeviceRows:
+    return DeviceRows(torch.tensor(counts, device=DEVICE), sum(counts))
+
+
+def fields_of(rows: Rows) -> list[Entries]:
+    """Return rows of a table, of each kind."""
+    count = len(rows)
+    others = np.random.default_rng(count).integers(-(2**63), 2**63, count)
+    units = rows.in_units(32)
+    columns = units.before * 32
+    empty = of_counts.unless_empty(columns, rows.numbers, 2**30)
+    filled = of_counts.smaller_of(units.numbers * 32, rows.in_units(16).numbers * 16)
+    before = of_counts.sums_before(units.numbers * 32) * 3
+    return [
+        rows.in_units(1).before * 48 + 2**44, rows.numbers, columns, empty, filled, before,
+        2**63 - 1, 4 * np.arange(count) + 2**44, np.full(count, 7), [*map(int, others)],
+        cdiv(filled, 64) * np.full(count, 5),
+    ]  # fmt: skip
+
+
+def parts_of(table: Table, fields: int, count: int, header: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return the rows, the header and the list of tiles of a table."""
+    size = fields * columns_for(count)
+    rows = table.entries[:size].view(fields, -1)[:, :count]
+    tiles = table.entries[size + header :].view(torch.int16)[: table.programs]
+    return rows, table.entries[size : size + header], tiles
+
+
+def check_table(made: Table, expected: Table, fields: int, count: int, header: int = 0) -> None:
+    """Compare two tables; the first one's list may go on with -1."""
+    assert made.count == expected.count and made.programs >= expected.programs
+    pair = [parts_of(table, fields, count, header) for table in (made, expected)]
+    for one, other in zip(*(parts[:2] for parts in pair), strict=True):
+        assert torch.equal(one, other)
+    tiles, known = pair[0][2], pair[1][2]
+    assert torch.equal(tiles[: len(known)], known) and (tiles[len(known) :] == -1).all()
+
+
+@pytest.mark.parametrize("counts", [*draws_of_counts()], ids=lambda counts: f"{len(counts)}")
+def test_the_table_of_known_numbers(counts):
+    tables = []
+    for rows in (on_device(counts), Rows(counts)):
+        fields, device = fields_of(rows), torch.device(DEVICE)
+        make: Callable = make_table if isinstance(rows, DeviceRows) else table_of
+        tables.append(make(rows.in_units(64).numbers * 3, fields, device))
+    check_table(*tables, 1 + len(fields), len(counts))
+
+
+def test_numbers_that_counts_do_not_give():
+    rows = on_device([3, 4])
+    with pytest.raises(ValueError, match="the same number for all"):
+        rows.numbers * np.array([1, 2])
+    for numbers, part in ((rows.in_units(32).numbers, 16), (rows.numbers + 1, 16),
+                          (rows.in_units(48).numbers * 48, 32)):  # fmt: skip
+        with pytest.raises(ValueError, match="only numbers of rows"):
+            cdiv(numbers, part)
+    with pytest.raises(TypeError, match="on the device are not known"):
+        rows.on_host  # noqa: B018  # raises
+
+
+def test_launches_of_other_tuples_are_compiled_anew():
+    """Triton takes numbers of a tuple for multiples of 16 and for 1, as those of arguments."""
+    kinds = [(2, 3), (16, 3), (1, 3), (2, 2**40), (2, 2**40 + 1)]
+    assert len({_type_key(kind) for kind in kinds}) == len(kinds)
+    assert _type_key((32, 5)) == _type_key((16, 3))
+
+
+FORMS_OF = {
+    "fp8 tiles": "CODES FOLDED", "fp8 tensor": "CODES CODES", "mxfp8": "FOLDED FOLDED",
+    "nvfp4": "BF16 CODES", "ms-eden": "CODES BF16",
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("not_a_number_in_free_memory")
+@pytest.mark.parametrize("counts", [[24, 0, 16], [0, 200, 0, 7]], ids=str)
+@pytest.mark.parametrize("case", others_slow(FORMS_OF, [*FORMS_OF][:4]))
+def test_the_operands_of_known_numbers(case, counts):
+    x, forms = values(sum(counts), 48, torch.bfloat16).to(DEVICE), FORMS_OF[case].split()
+    keys = range(7, 7 + len(counts))
+    rows, cols = (
+        Requests(request_of(case, 0, left=left), keys, [key + 100 for key in keys])
+        for left in (True, False)
+    )
+    made, known = (
+        quantize_sections(RowSlices(x, one), rows, cols, tuple(Form[form] for form in forms))
+        for one in (on_device(counts), Rows(counts))
+    )
+    for one, other in zip(made, known, strict=True):
+        one = replace(one, rows=Rows(counts))  # by whose offsets the operands are found
+        for number in np.flatnonzero(counts):
+            check_same(one[number], other[number], one.layout.stacks_columns)
