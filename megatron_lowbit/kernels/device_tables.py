@@ -45,20 +45,14 @@ def make_table(
     steps: int | None = None,
     programs: int = 0,
 ) -> Table:
-    """Return the table of matrices that ``sections.table_of`` says, made where its numbers are.
+    """Return the table that ``sections.table_of`` says, made on the device where counts are there.
 
     Args:
-        tiles: the matrices' numbers of tiles.
-        fields: the table's other rows.
-        device: where the table is.
-        steps: for counts on the device, the number of the row that has the tiles' steps: matrices
-            with more of them come first, and a header says how ``programs`` share the tiles, as
-            ``grouped_gemm.steps_per_program`` does. None for no header.
-        programs: as above.
+        tiles, fields, device, steps, programs: as for that.
     """
     counted = [field for field in (tiles, *fields) if isinstance(field, OfCounts)]
     if not counted:
-        return table_of(tiles, fields, device)
+        return table_of(tiles, fields, device, steps, programs)  # type: ignore[arg-type]
     counts, arrays = counted[0].counts, []
     formulas, numbers = [], []
     for field in (tiles, *fields):
@@ -178,7 +172,7 @@ def _entries(FIELD: tl.constexpr, base, step, section, count, inside):
 
 @triton.jit
 def _write_header(header, first, tiles, steps, programs, PROGRAMS: tl.constexpr):
-    """Write what ``grouped_gemm.steps_per_program`` returns, for PROGRAMS of the programs."""
+    """Write what ``sections.steps_per_program`` returns, for PROGRAMS of the programs."""
     long = tl.sum(tl.where(steps * programs > tl.sum(steps * tiles, 0), tiles, 0), 0)
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     # A long tile is its program's only one: the next would be behind the last.

@@ -14,8 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_lowbit.kernels.grouped_kernels import NOT_STACKED, grouped_kernel, stacked_kernel
+from megatron_lowbit.kernels.device_tables import Entries, make_table
+from megatron_lowbit.kernels.grouped_kernels import (
+    NOT_STACKED,
+    STEPS,
+    grouped_kernel,
+    stacked_kernel,
+)
 from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launcher
+from megatron_lowbit.kernels.of_counts import Numbers, OfCounts, smaller_of, sum_of, unless_empty
 from megatron_lowbit.kernels.operand_group import (
     Matrices,
     OperandGroup,
@@ -23,7 +30,7 @@ from megatron_lowbit.kernels.operand_group import (
     matrices_of,
 )
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
-from megatron_lowbit.kernels.sections import Table, table_of
+from megatron_lowbit.kernels.sections import Table
 from megatron_lowbit.kernels.split import ColumnSlices, RowSlices, SeparateMatrices
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
@@ -38,6 +45,8 @@ _STACKED = {torch.bfloat16: (2, 2, 4), torch.float32: (1, 1, 8)}
 """Programs per multiprocessor, parts of a tile of 128 x 128 x 128, and warps, by the result's
 dtype; found by trying on an H200 and an H100. Results in FP32, and what they are added to, leave no
 room for two programs."""
+_OUTSIDE = 2**30
+"""Column behind all of a matrix, where zeros are read."""
 LOOP_FROM = 2**36
 """FLOPs of a product from which cuBLAS computes it faster by itself."""
 
@@ -46,8 +55,7 @@ def grouped_pair(
     route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: SeparateMatrices
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
-    flops = 2 * int(outs.rows.numbers @ _terms(lhs)) * outs.template.shape[1]
-    if flops >= LOOP_FROM * len(outs):
+    if _are_large(lhs, outs):
         return None
     left = right = None
     if route is EXACT:
@@ -61,7 +69,15 @@ def grouped_pair(
     return (left, right) if takes_layout and step % 16 == 0 else None
 
 
-def _terms(side: Sequence[Any]) -> np.ndarray:
+def _are_large(lhs: Sequence[Any], outs: SeparateMatrices) -> bool:
+    """Return True where a launch for each is faster; counts on a device come for one launch."""
+    rows, terms = outs.rows.numbers, _terms(lhs)
+    if isinstance(rows, OfCounts) or isinstance(terms, OfCounts):
+        return False
+    return 2 * int(rows @ terms) * outs.template.shape[1] >= LOOP_FROM * len(outs)
+
+
+def _terms(side: Sequence[Any]) -> Numbers:
     if isinstance(side, OperandGroup):
         return side.terms
     if isinstance(side, RowSlices):
@@ -105,20 +121,22 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: SeparateMatrices, beta: 
     """
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
-    terms = np.minimum(lhs.terms, rhs.terms)
+    terms = smaller_of(lhs.terms, rhs.terms)
     scaled = lhs.scales is not None
-    fields = outs.addresses, lhs.rows, rhs.rows, lhs.factors, rhs.factors
+    fields: tuple[Entries, ...] = (
+        outs.addresses, lhs.rows, rhs.rows, lhs.factors, rhs.factors
+    )  # fmt: skip
     if lhs.template.element_size() == 1 and not scaled:
         _multiply_stacked(lhs, rhs, outs, beta, terms, fields)
         return
-    has_few_terms = terms.sum() <= _FEW_TERMS * len(terms)
+    has_few_terms = sum_of(terms) <= _FEW_TERMS * len(outs)
     *tile, warps, stages = _FP8_TILES if scaled else _BF16_FEW if has_few_terms else _BF16
     fields += (
         terms, lhs.addresses, lhs.steps, lhs.scales if scaled else 0,
         rhs.addresses, rhs.steps, rhs.scales if scaled else 0,
     )  # fmt: skip
     tiles = cdiv(lhs.rows, tile[0]) * cdiv(rhs.rows, tile[1])
-    table = table_of(tiles, fields, lhs.template.device)
+    table = make_table(tiles, fields, lhs.template.device)
     constants = *tile, lhs.by_rows, rhs.by_rows, scaled, beta
     matrices = lhs.template, rhs.template, outs.template
     _launch(grouped_kernel, constants, warps, stages, table, matrices, table.programs)
@@ -129,59 +147,41 @@ def _multiply_stacked(
     rhs: Matrices,
     outs: SeparateMatrices,
     beta: bool,
-    terms: np.ndarray,
-    fields: tuple[np.ndarray | int, ...],
+    terms: Numbers,
+    fields: tuple[Entries, ...],
 ) -> None:
     """Multiply FP8 that is parts of one matrix per side; ``fields`` are the table's first rows."""
     device = lhs.template.device
     occupancy, parts, warps = _STACKED[outs.template.dtype]
     # A product without terms is a step outside of both matrices, where zeros are read.
-    steps = np.maximum(cdiv(terms, 128), 1)
+    steps = unless_empty(cdiv(terms, 128), terms, 1)
     tiles = cdiv(lhs.rows, 128) * cdiv(rhs.rows, 128)
     fields += (steps, *_rows_of_results(outs), *_stack(lhs, terms), *_stack(rhs, terms))
-    if (steps != steps[0]).any():
-        # The longest tiles first: the rest fills up what they leave.
-        order = np.argsort(-steps, kind="stable")
-        steps, tiles = steps[order], tiles[order]
-        fields = tuple(f[order] if isinstance(f, np.ndarray) else f for f in fields)
-    programs = min(occupancy * multiprocessors(device), max(1, int(tiles.sum())))
-    steps_of_programs = _steps_per_program(np.repeat(steps, tiles), programs)
-    table = table_of(tiles, fields, device, header=steps_of_programs)
+    programs = min(occupancy * multiprocessors(device), max(1, sum_of(tiles)))
+    table = make_table(tiles, fields, device, STEPS.value, programs)
     matrices = lhs.template, rhs.template, outs.template
     _launch(
         stacked_kernel, (128 // parts, 128, 128, parts, beta), warps, 3, table, matrices, programs
     )
 
 
-def _stack(side: Matrices, terms: np.ndarray) -> tuple[np.ndarray | int, ...]:
+def _stack(side: Matrices, terms: Numbers) -> tuple[Entries, ...]:
     """Return a side's entries of the table."""
     assert side.stack is not None
     rows, columns, first_rows, first_columns = side.stack
-    first_columns = np.where(terms > 0, first_columns, columns)
+    first_columns = unless_empty(first_columns, terms, _OUTSIDE)
     return side.template.data_ptr(), rows, columns, first_rows, first_columns
 
 
-def _rows_of_results(outs: SeparateMatrices) -> tuple[int, np.ndarray]:
+def _rows_of_results(outs: SeparateMatrices) -> tuple[int, Numbers]:
     """Return the lowest address of all results, and each one's row from there on."""
+    if isinstance(outs, RowSlices):
+        return outs.matrix.data_ptr(), outs.rows.in_units(1).before
     addresses, step = outs.addresses, outs.template.shape[1] * outs.template.itemsize
     first = int(addresses.min())
     rows, rest = np.divmod(addresses - first, step)
     stacked = (rest == 0) & (rows < NOT_STACKED.value)
     return first, np.where(stacked, rows, NOT_STACKED.value)
-
-
-def _steps_per_program(steps: np.ndarray, programs: int) -> np.ndarray:
-    """Return the distance between a program's tiles, then each program's number of steps.
-
-    ``steps`` are the tiles' numbers of steps, largest first. A tile longer than an even share of
-    all steps is the only one of its program; the other programs take turns at the rest.
-    """
-    long = int((steps * programs > steps.sum()).sum())
-    rest, others = steps[long:], programs - long
-    even = len(rest) // others * others
-    turns = rest[:even].reshape(-1, others).sum(axis=0)
-    turns[: len(rest) - even] += rest[even:]
-    return np.concatenate([[others], steps[:long], turns])
 
 
 def _launch(

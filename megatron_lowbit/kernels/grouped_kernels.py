@@ -44,6 +44,8 @@ def grouped_kernel(
     """
     tile = tl.program_id(0)
     i = section_of(table, tile, _FIELDS, COUNT)
+    if i < 0:
+        return
     tile -= _number(table, i, FIRST_TILE, COUNT)
     rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)
     terms = _number(table, i, TERMS, COUNT)
@@ -153,7 +155,7 @@ def stacked_kernel(
     """Compute a program's tiles of the products of a table in COUNT columns.
 
     A tile has one or two PARTS of (TM, TN). The table begins its list of tiles with what
-    :func:`_steps_per_program` returns. ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
+    ``sections.steps_per_program`` returns. ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
     """
     tile, behind = tl.program_id(0), tl.num_programs(0) + 1
     apart = tl.load(table + _STACKED_FIELDS * COUNT).to(tl.int32)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lowbit.kernels.device_tables import make_table
 from megatron_lowbit.kernels.launcher import table_launcher
-from megatron_lowbit.kernels.of_counts import Numbers, are_multiples
+from megatron_lowbit.kernels.of_counts import Numbers, are_multiples, sum_of, sums_before
 from megatron_lowbit.kernels.operands import (
     DECODED_TILE,
     ExactBF16,
@@ -22,9 +23,9 @@ from megatron_lowbit.kernels.operands import (
     transposed,
 )
 from megatron_lowbit.kernels.routes import Form
-from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
+from megatron_lowbit.kernels.sections import OF_THE_TABLE
 from megatron_lowbit.kernels.sides import Layout, Memory, layout_of
-from megatron_lowbit.kernels.split import ColumnSlices, Rows, as_matrix_list
+from megatron_lowbit.kernels.split import ColumnSlices, Rows, RowSlices, as_matrix_list
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
@@ -236,10 +237,11 @@ def matrices_of(operands: Sequence[Tensor]) -> Matrices:
     known = as_matrix_list(operands)
     first, rows, count = known.template, known.rows.numbers, len(known)
     by_rows = first.stride(1) == 1
-    if by_rows:
-        step, terms = first.stride(0), np.full(count, first.shape[1])
+    step = first.stride(0 if by_rows else 1)
+    if by_rows or isinstance(known, RowSlices):
+        terms = np.full(count, first.shape[1])
     else:
-        step, terms = first.stride(1), np.array([x.shape[1] for x in operands])
+        terms = np.array([x.shape[1] for x in operands])
     aligned = known.aligned and step * first.element_size() % _ALIGNMENT == 0
     steps = np.full(count, step)
     return Matrices(first, known.addresses, rows, terms, steps, by_rows, 0, None, aligned)
@@ -247,6 +249,10 @@ def matrices_of(operands: Sequence[Tensor]) -> Matrices:
 
 def representative_operand(operands: Sequence[Any]) -> Any:
     """Return an operand like all of them; of codes in a group their format."""
+    if isinstance(operands, RowSlices):
+        return operands.template
+    if isinstance(operands, ColumnSlices):
+        return operands.matrix
     if not isinstance(operands, OperandGroup):
         return operands[0]
     layout = operands.layout
@@ -257,12 +263,12 @@ def decode(group: OperandGroup) -> Matrices:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
     stored, codes = replace(group, transposes=False).matrices, group.codes.view(torch.uint8)
     rows, (_, columns) = stored.rows, operand_offsets(group.layout, group.rows)
-    ends = (rows * columns).cumsum()
-    values = torch.empty(int(ends[-1]), dtype=torch.bfloat16, device=codes.device)
-    addresses = values.data_ptr() + 2 * (ends - rows * columns)
+    sizes = rows * columns
+    values = torch.empty(sum_of(sizes), dtype=torch.bfloat16, device=codes.device)
+    addresses = sums_before(sizes) * 2 + values.data_ptr()
     fields = stored.addresses, rows, columns, stored.scales, addresses
-    table = table_of(decoding_programs(rows, columns), fields, codes.device)
-    even = not (rows % DECODED_TILE[0]).any() and not (columns % DECODED_TILE[1]).any()
+    table = make_table(decoding_programs(rows, columns), fields, codes.device)
+    even = are_multiples(rows, DECODED_TILE[0]) and are_multiples(columns, DECODED_TILE[1])
     elements = elements_of(group.layout.operand.format)
     constants = (*DECODED_TILE, *elements, None, 0, even, table.count)
     options = ("num_warps", 4), ("enable_fp_fusion", False)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -162,8 +163,8 @@ def _launcher(
     return Launcher(decode_kernel, programs, constants, (0, 1, 3, 4, 5, 6), views, **options)
 
 
-def decoding_programs(rows: int, columns: int) -> int:
-    """Return the number of tiles in which codes (rows, columns) are decoded."""
+def decoding_programs(rows: Any, columns: Any) -> Any:
+    """Return the number of tiles in which codes (rows, columns) are decoded; of many as many."""
     return cdiv(rows, DECODED_TILE[0]) * cdiv(columns, DECODED_TILE[1])
 
 
@@ -216,6 +217,8 @@ def decode_kernel(
     tile = tl.program_id(0)
     if table is not None:
         section = section_of(table, tile, DECODE_FIELDS, COUNT)
+        if section < 0:
+            return
         tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         codes = pointer(table, section, X, COUNT, codes)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)

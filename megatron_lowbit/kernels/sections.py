@@ -44,17 +44,35 @@ def table_of(
     tiles: np.ndarray,
     fields: Sequence[np.ndarray | Sequence[int] | int],
     device: torch.device,
-    header: Sequence[int] | np.ndarray = (),
+    steps: int | None = None,
+    programs: int = 0,
 ) -> Table:
     """Return the table of matrices: their first tiles, and what else ``fields`` say.
 
-    ``tiles`` are the numbers of their tiles; numbers ``header`` come before the list of tiles.
     Columns are a power of two, so that few numbers of matrices are compiled: how many experts there
     are differs from rank to rank and model to model.
+
+    Args:
+        tiles: the matrices' numbers of tiles.
+        fields: the table's other rows.
+        device: where the table is.
+        steps: the number of the row that has the steps of a tile: matrices with more of them come
+            first, and what :func:`steps_per_program` returns comes before the list of tiles. None
+            for neither.
+        programs: those that share the tiles, at most as many.
 
     Raises:
         ValueError: more matrices than int16 numbers.
     """
+    header: Sequence[int] | np.ndarray = ()
+    if steps is not None:
+        lengths = np.asarray(fields[steps - 1])
+        if (lengths != lengths[0]).any():
+            # The longest tiles first: the rest fills up what they leave.
+            order = np.argsort(-lengths, kind="stable")
+            lengths, tiles = lengths[order], tiles[order]
+            fields = [f[order] if isinstance(f, np.ndarray) else f for f in fields]
+        header = steps_per_program(np.repeat(lengths, tiles), programs)
     ends = tiles.cumsum()
     matrices, all_tiles = len(tiles), int(ends[-1])
     count = columns_for(matrices)
@@ -70,6 +88,20 @@ def table_of(
     numbers[size:begin] = header
     numbers[begin:].view(np.int16)[:all_tiles] = np.repeat(_numbers(matrices), tiles)
     return Table(uploaded(table, device), count, all_tiles)
+
+
+def steps_per_program(steps: np.ndarray, programs: int) -> np.ndarray:
+    """Return the distance between a program's tiles, then each program's number of steps.
+
+    ``steps`` are the tiles' numbers of steps, largest first. A tile longer than an even share of
+    all steps is the only one of its program; the other programs take turns at the rest.
+    """
+    long = int((steps * programs > steps.sum()).sum())
+    rest, others = steps[long:], programs - long
+    even = len(rest) // others * others
+    turns = rest[:even].reshape(-1, others).sum(axis=0)
+    turns[: len(rest) - even] += rest[even:]
+    return np.concatenate([[others], steps[:long], turns])
 
 
 def uploaded(table: Tensor, device: torch.device) -> Tensor:

@@ -79,6 +79,25 @@ def test_the_table_of_known_numbers(counts):
     check_table(*tables, 1 + len(fields), len(counts))
 
 
+@pytest.mark.parametrize("programs", [1, 5, 40])
+@pytest.mark.parametrize("along_rows", [False, True])
+@pytest.mark.parametrize("counts", [*draws_of_counts()], ids=lambda counts: f"{len(counts)}")
+def test_programs_share_the_tiles_of_known_numbers(counts, along_rows, programs):
+    """Tiles have steps along counted rows, the longest first, or there are more of them."""
+    tables, number = [], len(counts)
+    for rows in (on_device(counts), Rows(counts)):
+        tiles = rows.in_units(128).numbers * 3
+        steps = np.full(number, 9)
+        if along_rows:
+            tiles, steps = np.full(number, 4), of_counts.unless_empty(
+                cdiv(rows.numbers, 16), rows.numbers, 1
+            )  # fmt: skip
+        fields = [rows.numbers, steps, 5, np.arange(number) ** 2]
+        make: Callable = make_table if isinstance(rows, DeviceRows) else table_of
+        tables.append(make(tiles, fields, torch.device(DEVICE), 2, programs))
+    check_table(*tables, 1 + len(fields), number, 1 + programs)
+
+
 def test_numbers_that_counts_do_not_give():
     rows = on_device([3, 4])
     with pytest.raises(ValueError, match="the same number for all"):

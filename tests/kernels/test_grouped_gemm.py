@@ -6,8 +6,9 @@ import torch
 
 from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.grouped_gemm import _steps_per_program, grouped_pair
+from megatron_lowbit.kernels.grouped_gemm import grouped_pair
 from megatron_lowbit.kernels.operands import ExactBF16, Transposed
+from megatron_lowbit.kernels.sections import steps_per_program
 from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
@@ -125,9 +126,9 @@ def test_a_long_product_and_whole_tiles(together, case, monkeypatch):
 def test_programs_have_their_share_of_steps():
     """A tile longer than a program's share is the only one of its program."""
     steps = np.array([40, 9, 9, 2, 2, 2, 2, 2, 1, 1])
-    assert [*_steps_per_program(steps, 3)] == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
-    assert [*_steps_per_program(np.full(5, 7), 2)] == [2, 21, 14]
-    assert [*_steps_per_program(np.array([], dtype=np.int64), 1)] == [1, 0]
+    assert [*steps_per_program(steps, 3)] == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
+    assert [*steps_per_program(np.full(5, 7), 2)] == [2, 21, 14]
+    assert [*steps_per_program(np.array([], dtype=np.int64), 1)] == [1, 0]
 
 
 @pytest.mark.gpu
