@@ -7,7 +7,6 @@ the last one, where kernels return.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,16 +25,14 @@ MAX_MATRICES = 256
 _OWN, _BEFORE, _NUMBER, _ARRAY = (tl.constexpr(i) for i in range(4))
 """Meanings of a field: units of a matrix; of those before it; its number; an address of a number
 for each."""
-_TILES, _PROGRAMS = 128, 16
-"""Tiles whose matrices, and programs of a later kernel whose steps a program calculates."""
+_TILES, _PROGRAMS, _OTHERS = 128, 16, 32
+"""Tiles whose matrices, and programs of a later kernel whose steps a program calculates; matrices
+with which it compares all at once."""
 
 
-class Field(NamedTuple):
-    """Formula of a table's row, as a constexpr: two numbers of the launch belong to it."""
-
-    kind: int
-    unit: int = 1
-    empty: int | None = None
+Field = tuple[int, int, int]
+"""Formula of a table's row, as a constexpr: its meaning, the unit, and the number of matrices
+without rows, or -1 where that is like others'. Two numbers of the launch belong to it."""
 
 
 def make_table(
@@ -65,8 +62,10 @@ def make_table(
     count, header = columns_for(matrices), 0 if steps is None else 1 + programs
     words = len(formulas) * count + header + cdiv(all_tiles, 4)
     table = torch.empty(words, dtype=torch.int64, device=device)
-    constants = tuple(formulas), steps, count, _TILES, _PROGRAMS
-    launch = table_launcher(table_kernel, constants, (("num_warps", 4),), (0, 2, 3, 4, 5), device)
+    constants = tuple(formulas), steps, count, _TILES, _PROGRAMS, min(_OTHERS, count)
+    launch = table_launcher(
+        table_kernel, constants, (("num_warps", max(4, count // 16)),), (0, 2, 3, 4, 5), device
+    )
     arguments = counts, table, tuple(numbers), matrices, all_tiles, programs
     launch(arguments, max(cdiv(all_tiles, _TILES), cdiv(programs, _PROGRAMS)))
     return Table(table, count, all_tiles)
@@ -76,15 +75,16 @@ def _formula(entries: Entries, arrays: list[np.ndarray]) -> tuple[Field, int, in
     """Return a row's formula, base and step; append what has no formula to ``arrays``."""
     if isinstance(entries, OfCounts):
         kind = _BEFORE if entries.before else _OWN
-        return Field(kind.value, entries.unit, entries.empty), entries.base, entries.step
+        empty = -1 if entries.empty is None else entries.empty
+        return (kind.value, entries.unit, empty), entries.base, entries.step
     if isinstance(entries, int):
-        return Field(_NUMBER.value), entries, 0
+        return (_NUMBER.value, 1, -1), entries, 0
     array = np.asarray(entries, dtype=np.int64)
     steps = array[1:] - array[:-1]
     if not len(steps) or (steps == steps[0]).all():
-        return Field(_NUMBER.value), int(array[0]), int(steps[0]) if len(steps) else 0
+        return (_NUMBER.value, 1, -1), int(array[0]), int(steps[0]) if len(steps) else 0
     arrays.append(array)
-    return Field(_ARRAY.value), 0, array.itemsize
+    return (_ARRAY.value, 1, -1), 0, array.itemsize
 
 
 def _point_to_arrays(
@@ -96,7 +96,7 @@ def _point_to_arrays(
     """Set the bases of rows that are read from arrays to these arrays' addresses on the device."""
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     there = _arrays_there(b"".join(array.tobytes() for array in arrays), device, stream)
-    rows = [row for row, formula in enumerate(formulas) if formula.kind == _ARRAY.value]
+    rows = [row for row, formula in enumerate(formulas) if formula[0] == _ARRAY.value]
     for number, row in enumerate(rows):
         numbers[2 * row] = there.data_ptr() + number * arrays[0].nbytes
 
@@ -113,39 +113,39 @@ def _arrays_there(content: bytes, device: torch.device, stream: int) -> Tensor:
 def table_kernel(
     counts, table, numbers, matrices, all_tiles, programs,
     FIELDS: tl.constexpr, STEPS: tl.constexpr, COUNT: tl.constexpr, TILES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """Write the rows, the header and the list of tiles of a table in COUNT columns.
 
     The first of FIELDS are the numbers of tiles; each has two of the ``numbers``. Matrices come in
     the order of the row STEPS, largest first; None for their own order and no header. A program
-    writes every so-many-th row, PROGRAMS numbers of the header and TILES of the list's
-    ``all_tiles`` entries.
+    compares with OTHERS matrices at once, and writes every so-many-th row, PROGRAMS numbers of the
+    header and TILES of the list's ``all_tiles`` entries.
     """
     program, section = tl.program_id(0), tl.arange(0, COUNT)
     inside = section < matrices
     count = tl.load(counts + section, mask=inside, other=0)
-    tiles = _entries(FIELDS[0], numbers[0], numbers[1], section, count, inside)
-    tiles = tl.where(inside, tiles, 0).to(tl.int32)
+    tiles = tl.where(inside, _entries(FIELDS, 0, numbers, section, count, inside), 0).to(tl.int32)
     list_of_tiles = table + len(FIELDS) * COUNT
     if STEPS is None:
         place, first = section, tl.cumsum(tiles, 0) - tiles
     else:
-        pair = numbers[2 * STEPS], numbers[2 * STEPS + 1]
-        steps = _entries(FIELDS[STEPS], pair[0], pair[1], section, count, inside)
-        steps = tl.where(inside, steps, -1).to(tl.int32)
-        longer = steps[None, :] > steps[:, None]
-        longer |= (steps[None, :] == steps[:, None]) & (section[None, :] < section[:, None])
-        place = tl.sum(longer.to(tl.int32), 1)
-        first = tl.sum(tl.where(longer, tiles[None, :], 0), 1)
+        steps = _steps(counts, numbers, matrices, section, FIELDS, STEPS)[1]
+        place, first = tl.zeros((COUNT,), tl.int32), tl.zeros((COUNT,), tl.int32)
+        for begin in range(0, COUNT, OTHERS):
+            other = begin + tl.arange(0, OTHERS)
+            their_tiles, theirs = _steps(counts, numbers, matrices, other, FIELDS, STEPS)
+            longer = theirs[None, :] > steps[:, None]
+            longer |= (theirs[None, :] == steps[:, None]) & (other[None, :] < section[:, None])
+            place += tl.sum(longer.to(tl.int32), 1)
+            first += tl.sum(tl.where(longer, their_tiles[None, :], 0), 1)
         _write_header(list_of_tiles, first, tiles, steps, programs, PROGRAMS)
         list_of_tiles += 1 + programs
     for row in tl.static_range(len(FIELDS)):
         if program == row % tl.num_programs(0):
             entries = first.to(tl.int64)
             if row > 0:
-                pair = numbers[2 * row], numbers[2 * row + 1]
-                entries = _entries(FIELDS[row], pair[0], pair[1], section, count, inside)
+                entries = _entries(FIELDS, row, numbers, section, count, inside)
             tl.store(table + row * COUNT + place, entries, mask=inside)
     tile = program * TILES + tl.arange(0, TILES)
     owner = tl.sum(((first + tiles)[None, :] <= tile[:, None]).to(tl.int32), 1)
@@ -154,20 +154,33 @@ def table_kernel(
 
 
 @triton.jit
-def _entries(FIELD: tl.constexpr, base, step, section, count, inside):
+def _entries(FIELDS: tl.constexpr, ROW: tl.constexpr, numbers, section, count, inside):
     """Return a row of a table, int64: what :class:`OfCounts` says, a progression, or an array."""
-    if FIELD.kind <= _BEFORE:
-        number = (count + (FIELD.unit - 1)) // FIELD.unit
-        if FIELD.kind == _BEFORE:
+    KIND: tl.constexpr = FIELDS[ROW][0]
+    UNIT: tl.constexpr = FIELDS[ROW][1]
+    EMPTY: tl.constexpr = FIELDS[ROW][2]
+    if KIND <= _BEFORE:
+        number = (count + (UNIT - 1)) // UNIT
+        if KIND == _BEFORE:
             number = tl.cumsum(number, 0) - number
     else:
         number = section.to(tl.int64)
-    value = number * step + base
-    if FIELD.kind == _ARRAY:
+    value = number * numbers[2 * ROW + 1] + numbers[2 * ROW]
+    if KIND == _ARRAY:
         value = tl.load(value.to(tl.pointer_type(tl.int64)), mask=inside)
-    if FIELD.empty is not None:
-        value = tl.where(count == 0, FIELD.empty, value)
+    if EMPTY >= 0:
+        value = tl.where(count == 0, EMPTY, value)
     return value
+
+
+@triton.jit
+def _steps(counts, numbers, matrices, section, FIELDS: tl.constexpr, STEPS: tl.constexpr):
+    """Return the numbers of tiles of matrices, and of a tile's steps; -1 behind the last matrix."""
+    inside = section < matrices
+    count = tl.load(counts + section, mask=inside, other=0)
+    tiles = _entries(FIELDS, 0, numbers, section, count, inside)
+    steps = _entries(FIELDS, STEPS, numbers, section, count, inside)
+    return tl.where(inside, tiles, 0).to(tl.int32), tl.where(inside, steps, -1).to(tl.int32)
 
 
 @triton.jit

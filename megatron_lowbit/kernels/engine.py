@@ -145,6 +145,21 @@ class Engine:
         """True if one launch multiplies many pairs of matrices in BF16."""
         return False
 
+    def takes_counts(
+        self,
+        pairs: Sequence[tuple[Request | None, Request | None, bool]],
+        weights: Sequence[Tensor],
+        rows: int,
+    ) -> bool:
+        """Return True if how many rows go to each weight may stay on the device.
+
+        Args:
+            pairs: requests of both operands of each GEMM, without keys, and ``folding``.
+            weights: (N, K), of which the rows have the dtype.
+            rows: of all weights together.
+        """
+        return False
+
     def gemm_all(
         self,
         lhs: Sequence[Any],

@@ -3,18 +3,24 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
+from megatron_lowbit.kernels.device_tables import MAX_MATRICES
 from megatron_lowbit.kernels.embedding import add_rows
 from megatron_lowbit.kernels.engine import Engine, Into, ScaleAmax
 from megatron_lowbit.kernels.gemm import folded_pair, multiply, plain
-from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
+from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
-from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
+from megatron_lowbit.kernels.launch_sections import (
+    quantize_sections,
+    takes_request,
+    takes_sections,
+)
 from megatron_lowbit.kernels.means import quantize_residuals, splits_mean, with_means
 from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax, rms_norm
 from megatron_lowbit.kernels.operand_group import representative_operand
@@ -40,6 +46,7 @@ from megatron_lowbit.numerics import (
 )
 from megatron_lowbit.numerics import quantize_both as reference_quantize
 from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.fp8 import TILE
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
@@ -117,6 +124,23 @@ class FusedEngine(Engine):
     def multiplies_groups(self) -> bool:
         """True on Hopper, whose tensor memory accelerator the kernels use."""
         return self.capability[0] == 9
+
+    def takes_counts(
+        self,
+        pairs: Sequence[tuple[Request | None, Request | None, bool]],
+        weights: Sequence[Tensor],
+        rows: int,
+    ) -> bool:
+        """Return True where each operation is one launch, and would be with known numbers."""
+        (out_features, in_features), count = weights[0].shape, len(weights)
+        return (
+            self.multiplies_groups
+            and weights[0].dtype is torch.bfloat16
+            and out_features % 16 == in_features % 16 == 0
+            and count <= MAX_MATRICES
+            and 0 < 2 * rows * out_features * in_features < LOOP_FROM * count
+            and all(_takes_counts(*pair, self.capability) for pair in pairs)
+        )
 
     def gemm_all(
         self,
@@ -235,6 +259,24 @@ class FusedEngine(Engine):
             return routes.EXACT
         formats = [side.format if isinstance(side, QuantizedTensor) else side for side in pair]
         return self.route(*(None if isinstance(f, Tensor) else f for f in formats), folding)
+
+
+@cache
+def _takes_counts(
+    lhs: Request | None, rhs: Request | None, folding: bool, capability: tuple[int, int]
+) -> bool:
+    """Return True if one launch quantizes and one multiplies operands of any rows."""
+    requests = [request for request in (lhs, rhs) if request is not None]
+    formats = [request and request.quantizer.format for request in (lhs, rhs)]
+    route = routes.route(*formats, capability, folding)
+    if not all(map(takes_request, requests)):
+        return False
+    if route is routes.EXACT:
+        return all(request.quantizer.format.block > 1 for request in requests)
+    if route is routes.TILES:
+        return [format.block_rows for format in formats] == [1, TILE]
+    folds = not any(request.needs_codes for request in requests)
+    return route is routes.TENSORS or (route is routes.FOLDED and folds)
 
 
 def _are_tensors(lhs: GpuOperand, rhs: GpuOperand) -> bool:

@@ -43,14 +43,14 @@ def takes_sections(xs: SeparateMatrices, rows: Requests | None, cols: Requests |
         and xs.template.shape[1] > 0
         and xs.aligned
         and bool(requests)
-        and all(_takes(request.keyless) for request in requests)
+        and all(takes_request(request.keyless) for request in requests)
         # Rows and columns are counted from zero.
         and all(r.draw is None or r.draw.rows is r.draw.groups is None for r in requests)
     )
 
 
 @lru_cache(maxsize=4096)
-def _takes(request: Request) -> bool:
+def takes_request(request: Request) -> bool:
     """Return True for a request that kernels quantize by amaxes of tensors."""
     quantizer, hadamard = request.quantizer, request.hadamard
     return (

@@ -187,9 +187,10 @@ class OperandGroup(Sequence[Any]):
     def __getitem__(self, number: Any) -> QuantizedTensor | Transposed | ExactBF16:
         if number >= len(self):
             raise IndexError(number)
-        group, layout = self.layout, self.layout.of(int(self.rows.on_host[number]))
-        before = self.rows.in_units(group.unit).before
-        first, scales = int(before[number]), None  # type: ignore[index]  # which the host knows
+        rows, group = self.rows.known, self.layout
+        layout = group.of(int(rows.on_host[number]))
+        before = rows.in_units(group.unit).before
+        first, scales = int(before[number]), None  # type: ignore[index]  # an array
         if group.stacks_columns:
             begin = first * group.unit
             codes = self.codes.view(group.across, -1)[:, begin : begin + layout.codes.shape[1]]

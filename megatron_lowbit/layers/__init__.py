@@ -2,7 +2,7 @@
 
 from megatron_lowbit.layers.context import LinearContext, WeightCache
 from megatron_lowbit.layers.counts import DeviceCounts, counts_on_host
-from megatron_lowbit.layers.grouped import GroupContext, lowbit_grouped_linear
+from megatron_lowbit.layers.grouped import GroupContext, counts_on_device, lowbit_grouped_linear
 from megatron_lowbit.layers.linear import lowbit_linear
 from megatron_lowbit.layers.mlp import lowbit_mlp
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
@@ -14,6 +14,7 @@ __all__ = [
     "LinearContext",
     "Shards",
     "WeightCache",
+    "counts_on_device",
     "counts_on_host",
     "lowbit_grouped_linear",
     "lowbit_linear",

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Rows, RowSlices, rows_of, transposes_of
+from megatron_lowbit.kernels.split import DeviceRows, Rows, RowSlices, rows_of, transposes_of
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.counts import DeviceCounts, counts_on_host
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
 from megatron_lowbit.numerics import Requests, Rounding
-from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
 from megatron_lowbit.numerics.plan import Source
 from megatron_lowbit.numerics.randomness import Key, operand_key, sign_key
 
@@ -98,6 +98,29 @@ def can_group(context: LinearContext) -> bool:
     )
 
 
+def counts_on_device(context: LinearContext, weights: Sequence[Tensor], rows: int) -> bool:
+    """Return True if experts' numbers of tokens need not be known on the host.
+
+    Args:
+        context: of one of the experts, for which :func:`can_group` is true.
+        weights: (N, K) of each expert; its tokens have the dtype.
+        rows: the number of all tokens.
+    """
+    precision, plan, pairs = context.precision, context.plan(), []
+    for gemm, roles in GEMM_ROLES.items():
+        plans = [plan[gemm, role] for role in roles]
+        left, right = (
+            precision.request(gemm, role, own.codes, own.stays)
+            for role, own in zip(roles, plans, strict=True)
+        )
+        pairs.append((left, right, precision.gemms[gemm].folding))
+    emulates = any(gemm.accumulation is not None for gemm in precision.gemms.values())
+    # Of layers that are split, random bits have numbers of other ranks' rows.
+    if emulates or context.shards.roles:
+        return False
+    return context.engine.takes_counts(pairs, weights, rows)
+
+
 def lowbit_grouped_linear(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -113,24 +136,35 @@ def lowbit_grouped_linear(
         contexts: one for all experts together, which have no biases then; or one for each expert,
             None for high precision.
         tokens_per_expert: their numbers, of sum T. An expert without tokens has nothing to
-            quantize, and no amax to record.
+            quantize, and no amax to record. The host waits for those on the device unless
+            :func:`counts_on_device`.
         biases: (N,) of each expert, or None.
 
     Returns:
         (T, N) in x's dtype.
     """
-    tokens = counts_on_host(tokens_per_expert)
     if isinstance(contexts, GroupContext):
-        group = replace(contexts, context=context_of(contexts.context, x))
-        y: Tensor = _GroupedLinear.apply(x, rows_of(tuple(tokens)), group, *weights)  # type: ignore[no-untyped-call]
+        context = context_of(contexts.context, x)
+        rows = _rows(tokens_per_expert, context, weights)
+        y: Tensor = _GroupedLinear.apply(x, rows, replace(contexts, context=context), *weights)  # type: ignore[no-untyped-call]
         return y
-    products = []
-    for part, weight, context, bias in zip(x.split(tokens), weights, contexts, biases, strict=True):
-        if context is None or not len(part):
+    products, parts = [], x.split(counts_on_host(tokens_per_expert))
+    for part, weight, one, bias in zip(parts, weights, contexts, biases, strict=True):
+        if one is None or not len(part):
             products.append(F.linear(part, weight, bias))
         else:
-            products.append(lowbit_linear(part, weight, context, bias))
+            products.append(lowbit_linear(part, weight, one, bias))
     return torch.cat(products)
+
+
+def _rows(
+    tokens: Sequence[int] | DeviceCounts, context: LinearContext, weights: Sequence[Tensor]
+) -> Rows:
+    """Return the numbers of tokens, on the device where they need not be known on the host."""
+    if isinstance(tokens, DeviceCounts) and counts_on_device(context, weights, tokens.rows):
+        # A CUDA graph may write others there before the backward pass.
+        return DeviceRows(tokens.counts.clone(), tokens.rows)
+    return rows_of(tuple(counts_on_host(tokens)))
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -44,15 +44,15 @@ STACK = 64
 """Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
-ROWS, SWIGLU, LOSS = "rows", "swiglu", "loss"
-QUICK = ["nvfp4", "fp8", ROWS, SWIGLU, LOSS]
+OTHERS = ROWS, SWIGLU, LOSS, TABLES = "rows", "swiglu", "loss", "tables"
+QUICK = ["nvfp4", "fp8", *OTHERS]
 
 
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(QUICK, id="some"),
-        pytest.param([*FORMATS, *PRODUCTS, ROWS, SWIGLU, LOSS], id="all", marks=pytest.mark.slow),
+        pytest.param([*FORMATS, *PRODUCTS, *OTHERS], id="all", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile(names):
@@ -93,6 +93,7 @@ def main(cases: list[str]) -> None:
     from megatron_lowbit.kernels import (
         amaxes,
         conditional,
+        device_tables,
         embedding,
         grouped_gemm,
         launch,
@@ -102,7 +103,7 @@ def main(cases: list[str]) -> None:
     )
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
     from megatron_lowbit.kernels.routes import Form
-    from megatron_lowbit.kernels.split import SeparateMatrices
+    from megatron_lowbit.kernels.split import DeviceRows, SeparateMatrices
     from megatron_lowbit.numerics import (
         DelayedAmax,
         Draw,
@@ -135,6 +136,8 @@ def main(cases: list[str]) -> None:
                     aligned[(place,)] = [["tt.divisibility", 16]]
                 if isinstance(value, torch.Tensor):
                     signature[name] = "*" + types[value.dtype]
+                elif isinstance(value, tuple) and not parameter.is_constexpr:
+                    signature[name] = ("i64",) * len(value)
                 elif value is None or parameter.is_constexpr or number == 1:
                     signature[name], constants[name] = "constexpr", value
                 else:
@@ -152,6 +155,7 @@ def main(cases: list[str]) -> None:
         (launch_sections, ["quantize_kernel", "amax_kernel"]),
         (amaxes, ["amax_kernel"]),
         (conditional, ["_record_kernel"]),
+        (device_tables, ["table_kernel"]),
         (embedding, ["_add_rows_kernel"]),
         (swiglu, ["_swiglu_kernel"]),
         (loss, ["cross_entropy_kernel", "cross_entropy_gradient_kernel"]),
@@ -224,6 +228,14 @@ def main(cases: list[str]) -> None:
             assert [kernel.wide_reads for kernel in kernels] == [4, 2], "reads under 16 bytes"
             assert all(kernel.registers <= 32 for kernel in kernels), "fewer threads than fit"
         print(LOSS)
+    if TABLES in cases:
+        for count in (4, 128, 256):
+            rows = DeviceRows(torch.empty(count, dtype=torch.int64, device="meta"), 4096)
+            fields = [rows.in_units(1).before * 48, np.arange(count) ** 2, rows.numbers, 7]
+            for steps in (None, 3):
+                tiles = rows.in_units(64).numbers
+                device_tables.make_table(tiles, fields, x.device, steps, 264)
+        print(TABLES)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,19 @@ import torch
 from megatron_lowbit.kernels import fused
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import (
+    DeviceCounts,
     GroupContext,
     LinearContext,
+    Shards,
     WeightCache,
+    counts_on_device,
     lowbit_grouped_linear,
     lowbit_linear,
 )
 from megatron_lowbit.layers.grouped import can_group
 from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe, shipped_recipes
+from tests.marks import others_slow
 
 CPU = torch.device("cpu")
 TOKENS = [20, 0, 7, 33]
@@ -124,6 +128,111 @@ def test_experts_in_bf16_are_multiplied_together(tokens, added, monkeypatch):
                 2.0**-20 * (1 + exact.abs()) if found is dw and added else 2.0**-7 * exact.abs()
             )
             assert ((found - exact).abs() <= 2.0**-18 * most + rounding).all()
+
+
+class Unread(torch.Tensor):
+    """A tensor whose numbers the host must not ask for."""
+
+    def _refuse(self, *_):
+        raise AssertionError("the host waits for the device")
+
+    tolist = item = cpu = numpy = __int__ = __bool__ = __index__ = __float__ = _refuse
+
+
+class Counts(DeviceCounts):
+    """Numbers of tokens as a dispatcher leaves them on the device."""
+
+    def __init__(self, counts: list[int], device: str) -> None:
+        super().__init__(torch.tensor(counts, device=device).as_subclass(Unread), sum(counts))
+        self.reads, self._counts = 0, counts
+
+    def on_host(self) -> list[int]:
+        self.reads += 1
+        return self._counts
+
+
+def passes(recipe: str, counts: list[int], tokens, added: bool = True) -> list[torch.Tensor]:
+    """Return a layer's result and gradients, of 64 to 48 features, by kernels."""
+    context = LinearContext(
+        load_recipe(recipe).precision_for(MIDDLE), fused.FusedEngine((9, 0)), 3,
+        accumulate_main_grad=added,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(7)
+    x, grad, *weights = (
+        torch.randn(*size, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
+        for size in ((sum(counts), 64), (sum(counts), 48), *[(48, 64)] * len(counts))
+    )
+    for weight in weights if added else ():
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    group, biases = GroupContext(context, range(len(counts))), [None] * len(counts)
+    y = lowbit_grouped_linear(x, weights, group, tokens, biases)
+    y.backward(grad)
+    return [y, x.grad, *(weight.main_grad if added else weight.grad for weight in weights)]
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_DEVICE = ["bf16", "fp8-tile", "mxfp8", "nvfp4"]
+OTHERS_ON_DEVICE = [
+    "fp8-tensorwise", "mxfp4", "mxfp4-backward", "nemotron3-super", "nvfp4-4over6",
+    "nvfp4-4over6-te", "nvfp4-fold", "nvfp4-late-bf16", "nvfp4-ue5m3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "counts", others_slow([(20, 0, 7, 37), (130,), (0, 64, 0)], [(20, 0, 7, 37)]), ids=str
+)
+@pytest.mark.parametrize("recipe", others_slow([*ON_DEVICE, *OTHERS_ON_DEVICE], ON_DEVICE))
+def test_numbers_of_tokens_that_stay_on_the_device(recipe, counts):
+    """The bits are those of numbers that the host knows, and it never reads them."""
+    tokens = Counts([*counts], DEVICE)
+    made, known = (passes(recipe, counts, one) for one in (tokens, counts))
+    assert not tokens.reads
+    for one, other in zip(made, known, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_which_recipes_need_no_numbers_on_the_host(recipe):
+    """Others make an operand from another or share a scale, or have no grouped launch."""
+    precision = load_recipe(recipe).precision_for(MIDDLE)
+    context = LinearContext(precision, fused.FusedEngine((9, 0)), 0)
+    weights = [torch.empty(48, 64, dtype=torch.bfloat16)] * 4
+    stays = can_group(context) and counts_on_device(context, weights, 64)
+    assert stays == (recipe in [*ON_DEVICE, *OTHERS_ON_DEVICE])
+
+
+def test_what_needs_numbers_on_the_host():
+    context = LinearContext(
+        load_recipe("mxfp8").precision_for(MIDDLE), fused.FusedEngine((9, 0)), 0
+    )
+    weights = [torch.empty(48, 64, dtype=torch.bfloat16)] * 4
+    assert counts_on_device(context, weights, 64)
+    split = Shards(roles=frozenset({"weight"}))
+    for other in (
+        replace(context, engine=ReferenceEngine("tests")),
+        replace(context, engine=fused.FusedEngine((10, 0))),
+        replace(context, shards=split),
+    ):
+        assert not counts_on_device(other, weights, 64)
+    for matrices, rows in (
+        ([w.float() for w in weights], 64),
+        ([w[:40] for w in weights], 64),
+        (weights * 65, 64),
+        (weights, 0),
+        (weights, 2**36),
+    ):
+        assert not counts_on_device(context, matrices, rows)
+
+
+def test_numbers_on_the_device_that_the_host_needs():
+    """The reference engine and experts one by one ask for them."""
+    contexts = contexts_of("fp8-tile")
+    (x, weights), nothing = draws(), [None] * len(TOKENS)
+    expected = lowbit_grouped_linear(x, weights, contexts, TOKENS, nothing)
+    for group in (group_of(contexts), contexts):
+        tokens = Counts(TOKENS, "cpu")
+        assert torch.equal(lowbit_grouped_linear(x, weights, group, tokens, nothing), expected)
+        assert tokens.reads == 1
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp4-backward"])
