@@ -21,18 +21,18 @@ from megatron_lowbit.kernels.sections import Table, columns_for, table_of, uploa
 Entries = int | Sequence[int] | Numbers
 """Entry of all matrices of a table, or of each."""
 MAX_MATRICES = 256
-"""Matrices at most, whose tiles a program compares with those of all others."""
+"""Matrices of a table at most: each program looks at all of them."""
 _OWN, _BEFORE, _NUMBER, _ARRAY = (tl.constexpr(i) for i in range(4))
-"""Meanings of a field: units of a matrix; of those before it; its number; an address of a number
-for each."""
+"""Quantities that a row is made from: units of a matrix; of those before it; the matrix's number;
+what an array has for it."""
 _TILES, _PROGRAMS, _OTHERS = 128, 16, 32
-"""Tiles whose matrices, and programs of a later kernel whose steps a program calculates; matrices
-with which it compares all at once."""
+"""Entries of the list of tiles and of the header that a program writes; matrices that it compares
+with all others at once."""
 
 
 Field = tuple[int, int, int]
-"""Formula of a table's row, as a constexpr: its meaning, the unit, and the number of matrices
-without rows, or -1 where that is like others'. Two numbers of the launch belong to it."""
+"""Formula of a table's row, as a constexpr: the quantity, its unit, and the entry of matrices
+without rows, -1 for the same formula. Two numbers of the launch are its base and its step."""
 
 
 def make_table(
@@ -103,7 +103,7 @@ def _point_to_arrays(
 
 @lru_cache(maxsize=256)
 def _arrays_there(content: bytes, device: torch.device, stream: int) -> Tensor:
-    """Upload numbers for a stream's kernels: addresses of weights are the same for a step."""
+    """Copy numbers to where a stream's kernels read them; a step has the same weights."""
     array = torch.empty(len(content) // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
     array.numpy()[:] = np.frombuffer(content, dtype=np.int64)
     return uploaded(array, device)
@@ -119,8 +119,8 @@ def table_kernel(
 
     The first of FIELDS are the numbers of tiles; each has two of the ``numbers``. Matrices come in
     the order of the row STEPS, largest first; None for their own order and no header. A program
-    compares with OTHERS matrices at once, and writes every so-many-th row, PROGRAMS numbers of the
-    header and TILES of the list's ``all_tiles`` entries.
+    compares all matrices with OTHERS at once. It writes rows in turn with the other programs,
+    PROGRAMS numbers of the header, and TILES of the list's ``all_tiles`` entries.
     """
     program, section = tl.program_id(0), tl.arange(0, COUNT)
     inside = section < matrices
