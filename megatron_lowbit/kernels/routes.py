@@ -97,10 +97,15 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool =
 
 
 def _gemm_form(request: Request, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
-    """Return the form that the GEMM takes: codes next to an operand in FP32."""
+    """Return the form that the GEMM takes: codes next to an operand in FP32.
+
+    Formats without blocks have codes where the GEMM takes BF16: kernels write no others.
+    """
+    format = request.quantizer.format
     if request.partner is None and dtype is not torch.bfloat16:
         return Form.CODES
-    return route(request.quantizer.format, request.partner, capability, request.folding).form
+    form = route(format, request.partner, capability, request.folding).form
+    return Form.CODES if form is Form.BF16 and format.block == 1 else form
 
 
 @cache

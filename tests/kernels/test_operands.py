@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, rounded_values
 from megatron_lowbit.kernels.routes import Form
+from megatron_lowbit.kernels.support import kernel_of
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.folding import fold as reference_fold
 from megatron_lowbit.numerics.folding import folded_format
@@ -54,6 +56,19 @@ def test_bf16_numbers_are_exact(name):
         q = replace(q, tensor_scale=torch.ones_like(q.tensor_scale))
         seen = replace(seen, tensor_scale=q.tensor_scale)
     assert torch.equal(numbers(seen), q.dequantize())
+
+
+@pytest.mark.parametrize("name", [name for name, format in EXACT.items() if kernel_of(format)])
+def test_operands_next_to_bf16_are_written(name):
+    """In whichever form the engine chooses, of a matrix and of its transpose."""
+    x, quantizer = values(16, 144), Quantizer(EXACT[name])
+    made = FusedEngine((9, 0)).quantize(x, Request(quantizer), Request(quantizer))
+    for operand, source in zip(made, (x, x.t()), strict=True):
+        expected = quantizer(source).dequantize()
+        found = numbers(exact_values(operand))[:, : source.shape[1]]
+        # Quartet's reference multiplies by the product of both scales.
+        close = 2.0**-23 * expected.abs() if name == "quartet2" else 0.0
+        assert ((found - expected).abs() <= close).all()
 
 
 @pytest.mark.parametrize("name", [name for name in EXACT if "tensor" not in name])
