@@ -142,6 +142,13 @@ def quantized_layers(args: Namespace) -> Rows:
         "--overlap-moe-expert-parallel-comm": (
             "its schedule passes by the model's forward pass", args.overlap_moe_expert_parallel_comm
         ),
+        "--overlap-dispatch-backward-with-experts-wgrad": (
+            "experts' weight gradients are computed in their backward pass",
+            args.overlap_dispatch_backward_with_experts_wgrad,
+        ),
+        "--expert-tensor-parallel-num-weight-shards": (
+            "experts' weights must be whole", args.expert_gtp_weight_remat_size > 1
+        ),
         "--use-transformer-engine-op-fuser": (
             "its operations pass by the layers' forward pass", args.use_transformer_engine_op_fuser
         ),

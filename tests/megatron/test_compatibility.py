@@ -16,6 +16,7 @@ USUAL = {
     "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
     "recompute_granularity": None, "pipeline_model_parallel_size": 1,
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
+    "overlap_dispatch_backward_with_experts_wgrad": False, "expert_gtp_weight_remat_size": 1,
     "fp8_recipe": None, "fp4_recipe": None,
     "use_transformer_engine_op_fuser": False, "gradient_accumulation_fusion": False, "geglu": False,
     "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
@@ -66,11 +67,16 @@ def test_arguments_that_compute_the_output_layer_are_refused(name, value, flag):
     ("name", "value", "flag"),
     [
         ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        (
+            "overlap_dispatch_backward_with_experts_wgrad", True,
+            "--overlap-dispatch-backward-with-experts-wgrad",
+        ),
+        ("expert_gtp_weight_remat_size", 2, "--expert-tensor-parallel-num-weight-shards"),
         ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
         ("fp8", "e4m3", "--fp8-format"),
         ("fp4", "e2m1", "--fp4-format"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_do_not_fit_a_quantizing_recipe_are_refused(name, value, flag):
     with pytest.raises(UserError, match=f"^{flag} under a recipe: "):
         hooks(["nvfp4"], **{name: value})

@@ -5,6 +5,7 @@ Grouped experts are specs of local layers, and Transformer Engine's modules by a
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -172,7 +173,8 @@ class Grouped(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.use_bias, self.te_return_bias, self.num_gemms = True, skips_bias, len(TOKENS)
-        self.config = SimpleNamespace(gated_linear_unit=True)
+        self.delay_wgrad_compute = False
+        self.config = SimpleNamespace(gated_linear_unit=True, expert_gtp_weight_remat_size=1)
         self._tp_group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         for number in range(len(TOKENS)):
             for name, shape in (("weight", (32, 64)), ("bias", (32,))):
@@ -183,8 +185,10 @@ class Grouped(torch.nn.Module):
         return "high precision", tokens_per_expert
 
 
-def taken_over(recipe: str, skips_bias: bool = False) -> Grouped:
+def taken_over(recipe: str, skips_bias: bool = False, **change: Any) -> Grouped:
     grouped = Grouped(skips_bias)
+    for name, value in change.items():
+        setattr(grouped if hasattr(grouped, name) else grouped.config, name, value)
     for number in range(len(TOKENS)):
         path = f"decoder.layers.4.mlp.experts.local_experts.{number}.linear_fc1"
         layer = Layer(path, 4, 10)
@@ -228,6 +232,18 @@ def test_high_precision_is_left_to_the_module():
     assert taken_over("nvfp4").eval()(x, TOKENS) == ("high precision", TOKENS)
     counts = DeviceCounts(torch.tensor(TOKENS), sum(TOKENS))
     assert taken_over("bf16")(x, counts) == ("high precision", TOKENS)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"delay_wgrad_compute": True}, {"expert_gtp_weight_remat_size": 2}], ids=str
+)
+def test_a_module_with_later_gradients_or_parts_of_weights_computes_bf16_itself(
+    change, monkeypatch
+):
+    monkeypatch.setattr(ReferenceEngine, "multiplies_groups", True)
+    grouped = taken_over("bf16", skips_bias=True, **change).bfloat16()
+    x = torch.zeros(sum(TOKENS), 64, dtype=torch.bfloat16)
+    assert (grouped(x, TOKENS)[0] == "high precision") is bool(change)
 
 
 def test_experts_in_bf16_are_multiplied_together_where_kernels_do(monkeypatch):

@@ -167,6 +167,9 @@ class _GroupedProduct:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = weakref.proxy(module)
         self.high_precision = module.forward
+        # Otherwise it computes weight gradients later, or gathers weights first.
+        is_plain = not module.delay_wgrad_compute
+        self.is_plain = is_plain and module.config.expert_gtp_weight_remat_size == 1
 
     @eager  # The key is another one in every microbatch.
     def __call__(
@@ -174,7 +177,7 @@ class _GroupedProduct:
     ) -> tuple[Tensor, Any]:
         module, states = self.module, self.module.expert_states
         adds_bias = module.use_bias and not module.te_return_bias
-        in_bf16 = x.dtype is module.weight0.dtype is torch.bfloat16
+        in_bf16 = self.is_plain and x.dtype is module.weight0.dtype is torch.bfloat16
         contexts = expert_contexts(states, module.training, in_bf16, adds_bias)
         if contexts is None:
             return self.high_precision(x, counts_on_host(tokens_per_expert))
