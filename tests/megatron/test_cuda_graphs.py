@@ -29,6 +29,7 @@ from tests.megatron.test_compatibility import GRAPHS
 
 ARGS = {
     **GRAPHS, "overlap_param_gather": False, "use_torch_fsdp2": False, "cuda_graph_modules": [],
+    "mlp_chunks_for_training": 1,
 }  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -100,9 +101,11 @@ def test_layers_find_the_keys_of_their_microbatch(graphs):
     assert first.call_key().tolist() != taken.tolist()
 
 
-@pytest.mark.parametrize("change", [{}, {"mtp_num_layers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"mtp_num_layers": 1}, {"mlp_chunks_for_training": 2}], ids=str
+)
 def test_only_gradients_of_a_steps_one_microbatch_are_written(change, monkeypatch):
-    """Layers of multi-token prediction may run several times in one: theirs are always added."""
+    """Where layers may run several times in a microbatch, gradients are always added."""
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
     layer, expert = states("nvfp4", "nvfp4")
     expert.is_expert = True

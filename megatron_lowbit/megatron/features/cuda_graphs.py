@@ -1,11 +1,11 @@
 """CUDA graphs of Megatron-LM under a recipe.
 
 A graph replays kernels with the arguments of its capture. What changes from one microbatch to the
-next must therefore lie in device memory: random keys do, and amax histories are written in place.
-A layer's graph reads quantized weights
-where they lay when it was captured; a graph of their own writes them there before the first
-microbatch of each step. Where weights are not whole at that moment, as they are still being
-gathered, and where random bits round them, each layer's graph quantizes its own.
+next must therefore lie in device memory: random keys do, and amax histories are written in place. A
+layer's graph reads quantized weights where they lay when it was captured; a graph of their own
+writes them there before the first microbatch of each step. Where weights are not whole at that
+moment, as they are still being gathered, and where random bits round them, each layer's graph
+quantizes its own.
 """
 
 from argparse import Namespace
@@ -81,13 +81,14 @@ class CudaGraphs(Feature):
 
     def _note_microbatches(self) -> tuple[Any, int | bool]:
         """Let layers write gradients that are the only ones of a step; return what captures fix."""
-        microbatches = get_num_microbatches()
-        # A layer of multi-token prediction may run several times in a microbatch.
-        writes = microbatches == 1 and not self.run.args.mtp_num_layers
+        args, microbatches = self.run.args, get_num_microbatches()
+        # Such layers may run several times in a microbatch.
+        repeats = args.mtp_num_layers or args.mlp_chunks_for_training > 1
+        writes = microbatches == 1 and not repeats
         for state in self._states:
             if not state.is_expert:  # experts' layers are not captured
                 state.main_grad_beta = not writes
-        is_pipeline = self.run.args.pipeline_model_parallel_size > 1
+        is_pipeline = args.pipeline_model_parallel_size > 1
         return self.run.current, microbatches if is_pipeline else writes
 
     def begin_pass(self) -> None:
