@@ -243,7 +243,9 @@ def matrices_of(operands: Sequence[Tensor]) -> Matrices:
         terms = np.full(count, first.shape[1])
     else:
         terms = np.array([x.shape[1] for x in operands])
-    aligned = known.aligned and step * first.element_size() % _ALIGNMENT == 0
+    # Not of an expanded gradient, nor of every other column.
+    contiguous = step > 0 and 1 in first.stride()
+    aligned = known.aligned and contiguous and step * first.element_size() % _ALIGNMENT == 0
     steps = np.full(count, step)
     return Matrices(first, known.addresses, rows, terms, steps, by_rows, 0, None, aligned)
 

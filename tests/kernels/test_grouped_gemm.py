@@ -9,7 +9,7 @@ from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair
 from megatron_lowbit.kernels.operands import ExactBF16, Transposed
 from megatron_lowbit.kernels.sections import steps_per_program
-from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
+from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices, as_matrix_list, rows_of
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
@@ -148,5 +148,15 @@ def test_what_takes_a_launch_each():
     assert grouped_pair(route, lhs, rhs, as_matrix_list(outs)) is not None
     odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]
     assert grouped_pair(route, lhs, [y[1:] for y in rhs], SeparateMatrices(odd)) is None
+    rows = rows_of(tuple(TOKENS))
+    outs = RowSlices(torch.empty(sum(TOKENS), OUT, device=DEVICE), rows)
+    weights, x = [draws(OUT, IN, 1) for _ in TOKENS], draws(sum(TOKENS), 2 * IN, 2)
+    given = {
+        "rows": x[:, :IN], "a scalar": x[:1, :1].expand(len(x), IN),
+        "a row": x[:1, :IN].expand(len(x), IN), "every other column": x[:, ::2],
+    }  # fmt: skip
+    pairs = {name: grouped_pair(route, RowSlices(of, rows), weights, outs)
+             for name, of in given.items()}  # fmt: skip
+    assert [name for name, pair in pairs.items() if pair is not None] == ["rows"]
     large = torch.empty(1, device="meta").expand(grouped_gemm.LOOP_FROM // (2 * 16), 1)
     assert grouped_pair(route, lhs, rhs, SeparateMatrices([large] * len(TOKENS))) is None
