@@ -4,10 +4,10 @@ Tensor scales are made on the device. Multiplied into the sums here they cost no
 the product takes a tenth of the GEMM's time. So does adding a weight's gradient to what earlier
 microbatches gave.
 
-cuBLAS has faster kernels for a beta of 1 that it can see, in host memory: they add to memory
-without reading it back. Alpha lies where beta does. FP8's factor is therefore the scale of an
-operand, which is a pointer anyway; BF16 operands have none, and a factor takes beta to the device.
-Constants are from cublasLt.h.
+cuBLAS has faster kernels for a beta of 1 in host memory, where it can see it: they add to memory
+without reading it back. Alpha must lie where beta does. A factor of FP8 operands is therefore
+passed as an operand's scale, which is a pointer in either case. BF16 operands have no scale: a
+factor is alpha, on the device, and so beta is there, too. Constants are from cublasLt.h.
 """
 
 import ctypes

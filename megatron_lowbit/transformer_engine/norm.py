@@ -1,7 +1,7 @@
 """The norm of Transformer Engine's LayerNormLinear without the linear layer.
 
 RMSNorm's forward pass is the engine's kernel where it has one, which takes the amax of what it
-writes; all else is Transformer Engine's kernels.
+writes; all else runs Transformer Engine's kernels.
 
 Source: transformer_engine/pytorch/module/layernorm_linear.py and ops/fused/backward_add_rmsnorm.py
 of version 2.20.

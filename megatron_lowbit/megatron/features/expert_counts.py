@@ -1,7 +1,7 @@
 """Dispatch of tokens to experts that are all on one rank, without copies of counts and tokens.
 
 Megatron-LM's all-to-all dispatcher copies the number of tokens of each expert to the CPU and waits
-for it. Then it sorts the tokens by expert, in the order that its permutation gave them already.
+for it. Then it sorts the tokens by expert, although its permutation has put them in that order.
 """
 
 import weakref

@@ -3,9 +3,9 @@
 They keep the parameters, their sharding and their checkpoints. Where Transformer Engine has
 kernels for a precision on this GPU, its module computes in a recipe of its own, which it takes
 through megatron-core's ``finish_init``: by a name that megatron-core knows, or by the path of
-:func:`factory`, which finds its module by the name that Transformer Engine passes. Elsewhere the
-forward pass is replaced: the product is this project's, and a norm that Transformer Engine computes
-with it comes before the residual connection.
+:func:`factory`, which finds its module by the name that Transformer Engine passes. Elsewhere this
+project computes the product. A norm of the module's own then runs before the residual branches off,
+so that its backward pass can add the residual's gradient.
 """
 
 import weakref
@@ -187,8 +187,8 @@ class _Forward:
     def normalize(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Normalize x before the layer; return the rows, and x for the residual connection.
 
-        The norm's gradient then has the residual's added by the same kernel. Megatron-LM takes both
-        in place of one from a norm, as from its fused residual norm.
+        One kernel then adds the residual's gradient to the norm's. Megatron-LM accepts such a pair
+        from a norm, as from its own fused residual norm.
         """
         if not self.is_normalized(x):
             return x
@@ -226,7 +226,7 @@ def fuse_mlps(chunk: torch.nn.Module) -> None:
 def fuse_norms(chunk: torch.nn.Module) -> None:
     """Let norms of a chunk's linear layers take the residual's gradient.
 
-    Megatron-LM's blocks have an IdentityOp in place of a norm that is the linear layer's.
+    Where a norm belongs to the linear layer, Megatron-LM's blocks have an IdentityOp in its place.
     """
     for block in chunk.modules():
         if isinstance(block, TransformerLayer):
