@@ -82,7 +82,7 @@ REFUSED = [
      "from iteration 1 on", "--hidden-size 64", "128"),
     # Stored weights.
     (f"{STORED} --bf16 --precision-recipe nvfp4", STORED, "needs --use-distributed-optimizer"),
-    (f"{DISTRIBUTED} --precision-recipe fp8-delayed", STORED, "each microbatch quantizes"),
+    (f"{DISTRIBUTED} --precision-recipe fp8-delayed", STORED, "under delayed scaling"),
     (f"{DISTRIBUTED} --precision-recipe mxfp4-backward", STORED, "in high precision"),
     (DISTRIBUTED, STORED, "needs a recipe"),
     (f"{DISTRIBUTED} --precision-recipe mxfp8 --mxnorm", STORED, "excludes --mxnorm"),

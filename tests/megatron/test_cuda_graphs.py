@@ -105,7 +105,7 @@ def test_layers_find_the_keys_of_their_microbatch(graphs):
     "change", [{}, {"mtp_num_layers": 1}, {"mlp_chunks_for_training": 2}], ids=str
 )
 def test_only_gradients_of_a_steps_one_microbatch_are_written(change, monkeypatch):
-    """Where layers may run several times in a microbatch, gradients are always added."""
+    """Gradients of layers that may run several times in a microbatch are always added."""
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
     layer, expert = states("nvfp4", "nvfp4")
     expert.is_expert = True
