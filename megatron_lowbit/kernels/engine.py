@@ -33,6 +33,8 @@ from megatron_lowbit.numerics.swiglu import swiglu, swiglu_grad
 
 Into = tuple[Tensor, bool] | None
 """Tensor that :meth:`Engine.gemm` writes or adds a product to, and True if it adds."""
+Pairs = Sequence[tuple[Request | None, Request | None, bool]]
+"""Requests of both operands of GEMMs, without keys, and ``folding``."""
 ScaleAmax = Callable[[Tensor], Tensor]
 """Function of FP32 scalars."""
 
@@ -145,16 +147,11 @@ class Engine:
         """True if one launch multiplies many pairs of matrices in BF16."""
         return False
 
-    def takes_counts(
-        self,
-        pairs: Sequence[tuple[Request | None, Request | None, bool]],
-        weights: Sequence[Tensor],
-        rows: int,
-    ) -> bool:
+    def takes_counts(self, pairs: Pairs, weights: Sequence[Tensor], rows: int) -> bool:
         """Return True if how many rows go to each weight may stay on the device.
 
         Args:
-            pairs: requests of both operands of each GEMM, without keys, and ``folding``.
+            pairs: of each GEMM.
             weights: (N, K), of which the rows have the dtype.
             rows: of all weights together.
         """
@@ -201,7 +198,7 @@ class Engine:
         return norm_grad(grad, x, rho)
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Normalize rows as ``kernels/norm.py`` does; None where the engine has no kernel."""
+        """Normalize rows as ``kernels/rms_norm.py`` does; None where the engine has no kernel."""
         return None
 
     def swiglu(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.device_tables import MAX_MATRICES
 from megatron_lowbit.kernels.embedding import add_rows
-from megatron_lowbit.kernels.engine import Engine, Into, ScaleAmax
+from megatron_lowbit.kernels.engine import Engine, Into, Pairs, ScaleAmax
 from megatron_lowbit.kernels.gemm import folded_pair, multiply, plain
 from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
@@ -22,7 +22,7 @@ from megatron_lowbit.kernels.launch_sections import (
     takes_sections,
 )
 from megatron_lowbit.kernels.means import quantize_residuals, splits_mean, with_means
-from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax, rms_norm
+from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.operand_group import representative_operand
 from megatron_lowbit.kernels.operands import (
     ExactBF16,
@@ -33,6 +33,7 @@ from megatron_lowbit.kernels.operands import (
     rounded_values,
     transposed,
 )
+from megatron_lowbit.kernels.rms_norm import rms_norm
 from megatron_lowbit.kernels.routes import Form, forms_of, takes_norm, written_form
 from megatron_lowbit.kernels.split import as_matrix_list
 from megatron_lowbit.kernels.swiglu import swiglu, swiglu_grad
@@ -125,12 +126,7 @@ class FusedEngine(Engine):
         """True on Hopper, whose tensor memory accelerator the kernels use."""
         return self.capability[0] == 9
 
-    def takes_counts(
-        self,
-        pairs: Sequence[tuple[Request | None, Request | None, bool]],
-        weights: Sequence[Tensor],
-        rows: int,
-    ) -> bool:
+    def takes_counts(self, pairs: Pairs, weights: Sequence[Tensor], rows: int) -> bool:
         """Return True where each operation is one launch, and would be with known numbers."""
         (out_features, in_features), count = weights[0].shape, len(weights)
         return (

@@ -4,16 +4,13 @@ Bit for bit the norms of ``numerics/`` (MXNorm for p of 1 and 2) and the quantiz
 tensor scale takes a pass before, for the amax of the normalized rows.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lowbit.kernels.amaxes import zeros_of
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, tile_block_amax
-from megatron_lowbit.kernels.launcher import Launcher, cdiv
+from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.quantize import QuantizeSpec, SideArguments
 from megatron_lowbit.kernels.quantize_side import tile_side
@@ -27,11 +24,9 @@ from megatron_lowbit.numerics.rmsnorm import GROUP, RMSNorm
 _TILE_ELEMENTS, _PARTS, WARPS = 2**12, 8, 4
 _GRAD_PART = 32
 """Fewest columns of a part in the backward pass."""
-_AMAX_BLOCK = 32
-"""Columns whose amax :func:`rms_norm` takes first."""
 _COLUMNS_OF_WARPS = 2**12
 """Columns up to which four warps hold two rows in registers."""
-_RMS, _POST_ROUND = tl.constexpr(0), tl.constexpr(-1)
+RMS, _POST_ROUND = tl.constexpr(0), tl.constexpr(-1)
 """RMSNorm, and MXNorm from rounded absmaxes, where other norms have their p."""
 _GROUP_LEVELS = tl.constexpr(GROUP.bit_length() - 1)
 
@@ -101,48 +96,6 @@ def _launch(
     return rho
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Normalize rows by their RMS.
-
-    For BF16 it moves 4 bytes per value: 0.02 ms for 4096 x 4096 at an H100's 3.0 TB/s.
-
-    Args:
-        x: (R, C).
-        gain: (C,), which multiplies the rows.
-        eps: added under the root.
-
-    Returns:
-        The rows in x's dtype, their factors FP32 (R,), and the amax of the rows, FP32 (); None
-        unless x has elements in FP32 or BF16, and from 32 to 32768 columns.
-    """
-    known = x.dtype in (torch.float32, torch.bfloat16)
-    if not (known and x.numel() and _AMAX_BLOCK <= x.shape[1] <= WIDEST_ROW):
-        return None
-    x = x.contiguous()
-    y, rho = torch.empty_like(x), torch.empty(len(x), device=x.device)
-    amax = zeros_of((), x.device)
-    launch = _rms_norm_launcher(*x.shape, x.dtype, gain.dtype, x.device, eps)
-    launch((x, *x.stride(), *x.shape, gain, 1.0, eps, y, rho, amax, None, None, None, None))
-    return y, rho, amax
-
-
-@lru_cache(maxsize=256)
-def _rms_norm_launcher(
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    gain_dtype: torch.dtype,
-    device: torch.device,
-    eps: float,
-) -> Launcher:
-    height, part = tile_of(columns, _AMAX_BLOCK)
-    even = rows % height == 0 and columns % part == 0
-    constants = height, part, cdiv(columns, part), _AMAX_BLOCK, _RMS.value, None, even
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
-    views = {10: torch.int32}
-    return Launcher(norm_kernel, cdiv(rows, height), constants, (0, 5), views, **options)
-
-
 def norm_grad(grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
     """Return the gradient (R, C) with respect to x, in x's dtype, as ``numerics/mxnorm.py`` does.
 
@@ -173,7 +126,7 @@ def statistic(norm: MXNorm | RMSNorm, block: int) -> tuple[int, float, float]:
     MXNorm from rounded absmaxes has ``rounded_table`` on the device in place of the constant.
     """
     if isinstance(norm, RMSNorm):
-        return _RMS.value, 1.0, norm.eps
+        return RMS.value, 1.0, norm.eps
     if norm.rounded:
         return _POST_ROUND.value, 1.0, norm.eps
     return int(norm.p), absmax_constant(norm.p, block), norm.eps
@@ -275,7 +228,7 @@ def finish_rows(
         if gain is None:
             # Rounding is monotonic: the largest of the products is the product of the largest.
             block_amax = block_amaxes[i] * rho[:, None]
-            if P == _RMS:
+            if P == RMS:
                 block_amax = as_dtype(block_amax, DTYPE)
         else:
             block_amax = tile_block_amax(part, TM, TN, BLOCK)
@@ -298,7 +251,7 @@ def _normalized(parts, i: tl.constexpr, rho, gain, gains, DTYPE: tl.constexpr, P
     part = parts[i] * rho[:, None]
     if gain is not None:
         part = part * gains[i].to(tl.float32)[None, :]
-    if P == _RMS:
+    if P == RMS:
         part = as_dtype(part, DTYPE)
     return part
 
@@ -327,18 +280,18 @@ def inverse_rms(
     """
     sums = ()
     for i in tl.static_range(PARTS):
-        if P == _RMS:
+        if P == RMS:
             sums = sums + (grouped(parts[i] * parts[i], TM, TN, 0),)
         elif P == _POST_ROUND:
             sums = sums + (_power_of_two_below(block_amaxes[i]),)
         else:
             sums = sums + (block_amaxes[i] if P == 1 else block_amaxes[i] * block_amaxes[i],)
     summed = total(tree(sums, PARTS), TM)
-    count = tl.zeros_like(summed) + (C if P == _RMS else C // BLOCK)
+    count = tl.zeros_like(summed) + (C if P == RMS else C // BLOCK)
     mean = tl.div_rn(summed, count)
     if P == _POST_ROUND:
         return tl.div_rn(tl.zeros_like(mean) + 1.0, _rms_of_rounded(mean, constant) + eps)
-    elif P == _RMS:
+    elif P == RMS:
         return tl.div_rn(tl.zeros_like(mean) + constant, tl.sqrt_rn(mean + eps))
     else:
         top = tl.zeros_like(mean) + constant

@@ -7,8 +7,9 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, rms_norm
+from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize
 from megatron_lowbit.kernels.operands import ExactBF16
+from megatron_lowbit.kernels.rms_norm import rms_norm
 from megatron_lowbit.kernels.routes import Form, takes_norm
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding, mxnorm
 from megatron_lowbit.numerics.block_formats.mx import MX
