@@ -185,10 +185,9 @@ def amax_tile(row: AmaxSpec | None, col: AmaxSpec | None, height: int = 64) -> t
 _BATCH = 1024
 _ALIGNED = 4
 """Numbers in 16 bytes."""
-_ZEROS: dict[tuple[tuple[int, ...], torch.device, int], list[Tensor]] = {}
-"""Zeros that are left of the last fill, by shape, device and stream."""
-_CAPTURED: dict[tuple[tuple[int, ...], torch.device, int], tuple[int, list[Tensor]]] = {}
-"""Zeros that are left of the last capture's fill, and the capture's number."""
+_ZEROS: dict[tuple[tuple[int, ...], torch.device, int], tuple[int, list[Tensor]]] = {}
+"""Zeros that are left of the last fill, by shape, device and stream, behind the number of the
+capture that fills them; 0 outside of CUDA graphs."""
 
 
 def zeros_of(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -201,19 +200,16 @@ def zeros_of(shape: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.zeros(shape, device=device)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     key = shape, device, stream
-    if torch.cuda.is_current_stream_capturing():
-        capture = capture_number(stream)
-        if _CAPTURED.get(key, (0, []))[0] != capture:
-            _CAPTURED[key] = capture, []
-        zeros = _CAPTURED[key][1]
-    else:
-        zeros = _ZEROS.setdefault(key, [])
+    capture = _capture_number(stream) if torch.cuda.is_current_stream_capturing() else 0
+    if key not in _ZEROS or _ZEROS[key][0] != capture:
+        _ZEROS[key] = capture, []
+    zeros = _ZEROS[key][1]
     if not zeros:
         zeros += filled(shape, device)
     return zeros.pop()
 
 
-def capture_number(stream: int) -> int:
+def _capture_number(stream: int) -> int:
     """Return the number that CUDA has given to the capture of a stream, unique in a process."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     results = ctypes.byref(status), ctypes.byref(number)
