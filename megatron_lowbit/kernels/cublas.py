@@ -28,7 +28,7 @@ _IN_HOST_MEMORY, _ON_DEVICE = 0, 1
 _SCALES = 17, 18  # A_SCALE_POINTER, B_SCALE_POINTER
 _WORKSPACE_LIMIT, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t
 _WORKSPACE = 32 * 2**20
-_SHARES = {False: c_float(0.0), True: c_float(1.0)}
+_ZERO, _ONE = c_float(0.0), c_float(1.0)
 _LOCK = Lock()
 
 
@@ -87,11 +87,11 @@ def scaled_matmul(
     # cuBLAS counts columns first: the transpose of y is b times the transpose of a.
     left, right, result = _matrix(b), _matrix(a, transposed=True), _matrix(y)
     is_fp8 = a.dtype.itemsize == 1
-    alpha: object = byref(_SHARES[True])
-    share: object = byref(_SHARES[adds])
+    alpha_at: object = byref(_ONE)
+    beta_at: object = byref(_ONE if adds else _ZERO)
     on_device = isinstance(factor, Tensor) and not is_fp8
     if on_device:
-        alpha, share = factor.data_ptr(), _constant(float(adds), a.device).data_ptr()
+        alpha_at, beta_at = factor.data_ptr(), _constant(float(adds), a.device).data_ptr()
     description, layouts, choice = _plan(left, right, result, a.device, on_device)
     workspace = torch.empty(choice.workspace, dtype=torch.uint8, device=a.device)
     stream = torch.cuda.current_stream(a.device).cuda_stream
@@ -102,8 +102,8 @@ def scaled_matmul(
             pointers = dict(zip(_SCALES, scales, strict=True))
             _set("cublasLtMatmulDescSetAttribute", description, pointers)
         _call(
-            "cublasLtMatmul", torch.cuda.current_blas_handle(), description, alpha, b.data_ptr(),
-            layouts[0], a.data_ptr(), layouts[1], share, y.data_ptr(), layouts[2], y.data_ptr(),
+            "cublasLtMatmul", torch.cuda.current_blas_handle(), description, alpha_at, b.data_ptr(),
+            layouts[0], a.data_ptr(), layouts[1], beta_at, y.data_ptr(), layouts[2], y.data_ptr(),
             layouts[2], byref(choice), workspace.data_ptr(), choice.workspace, stream,
         )  # fmt: skip
     return y
