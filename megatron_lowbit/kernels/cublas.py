@@ -8,10 +8,16 @@ cuBLAS has faster kernels for a beta of 1 in host memory, where it can see it: t
 without reading it back. Alpha must lie where beta does. A factor of FP8 operands is therefore
 passed as an operand's scale, which is a pointer in either case. BF16 operands have no scale: a
 factor is alpha, on the device, and so beta is there, too. Constants are from cublasLt.h.
+
+cuBLAS ranks its algorithms by a model of the GPU. Products of a kind that comes often are timed,
+and the fastest algorithm that gives the bits of the first one is taken from then on.
 """
 
 import ctypes
+import math
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -27,7 +33,13 @@ _POINTER_MODE, _TRANSA, _TRANSB = 2, 3, 4  # cublasLtMatmulDescAttributes_t
 _IN_HOST_MEMORY, _ON_DEVICE = 0, 1
 _SCALES = 17, 18  # A_SCALE_POINTER, B_SCALE_POINTER
 _WORKSPACE_LIMIT, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t
+_SPLIT_K = 2  # cublasLtMatmulAlgoConfigAttributes_t
 _WORKSPACE = 32 * 2**20
+_MOST_ALGORITHMS = 8
+_OFTEN = 8
+"""Calls of a kind after which its algorithms are timed; numbers of tokens that vary come once."""
+_ROUNDS = 5
+"""Times that each of them is timed; the shortest counts."""
 _ZERO, _ONE = c_float(0.0), c_float(1.0)
 _LOCK = Lock()
 
@@ -92,21 +104,59 @@ def scaled_matmul(
     on_device = isinstance(factor, Tensor) and not is_fp8
     if on_device:
         alpha_at, beta_at = factor.data_ptr(), _constant(float(adds), a.device).data_ptr()
-    description, layouts, choice = _plan(left, right, result, a.device, on_device)
-    workspace = torch.empty(choice.workspace, dtype=torch.uint8, device=a.device)
+    plan = _plan(left, right, result, a.device, on_device)
     stream = torch.cuda.current_stream(a.device).cuda_stream
+
+    def multiply(algorithm: _Heuristic) -> None:
+        workspace = torch.empty(algorithm.workspace, dtype=torch.uint8, device=a.device)
+        layouts = plan.layouts
+        _call(
+            "cublasLtMatmul", torch.cuda.current_blas_handle(), plan.description, alpha_at,
+            b.data_ptr(), layouts[0], a.data_ptr(), layouts[1], beta_at, y.data_ptr(), layouts[2],
+            y.data_ptr(), layouts[2], byref(algorithm), workspace.data_ptr(), algorithm.workspace,
+            stream,
+        )  # fmt: skip
+
     with _LOCK:  # the description of all such calls has the scales
         if is_fp8:
             given = factor if isinstance(factor, tuple) else (factor, None)
             scales = (c_void_p(None if scale is None else scale.data_ptr()) for scale in given)
             pointers = dict(zip(_SCALES, scales, strict=True))
-            _set("cublasLtMatmulDescSetAttribute", description, pointers)
-        _call(
-            "cublasLtMatmul", torch.cuda.current_blas_handle(), description, alpha_at, b.data_ptr(),
-            layouts[0], a.data_ptr(), layouts[1], beta_at, y.data_ptr(), layouts[2], y.data_ptr(),
-            layouts[2], byref(choice), workspace.data_ptr(), choice.workspace, stream,
-        )  # fmt: skip
+            _set("cublasLtMatmulDescSetAttribute", plan.description, pointers)
+        plan.calls += 1
+        often = plan.calls >= _OFTEN and not torch.cuda.is_current_stream_capturing()
+        if often and len(plan.algorithms) > 1:
+            plan.algorithms = [_fastest(multiply, plan.algorithms, y)]
+        multiply(plan.algorithms[0])
     return y
+
+
+def _fastest(
+    multiply: Callable[[_Heuristic], None], algorithms: list[_Heuristic], y: Tensor
+) -> _Heuristic:
+    """Return the fastest of the algorithms that compute the bits of the first one.
+
+    ``multiply`` computes y, or adds to it, by an algorithm; y is left as it was.
+    """
+    before, equal = y.clone(), []
+    for algorithm in algorithms:
+        multiply(algorithm)
+        if not equal:
+            first = y.clone()
+        if torch.equal(y.view(torch.uint8), first.view(torch.uint8)):
+            equal.append(algorithm)
+        y.copy_(before)
+    times = [math.inf] * len(equal)
+    for _ in range(_ROUNDS):
+        for i, algorithm in enumerate(equal):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            multiply(algorithm)
+            end.record()
+            end.synchronize()
+            times[i] = min(times[i], start.elapsed_time(end))
+    y.copy_(before)
+    return equal[times.index(min(times))]
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -126,14 +176,24 @@ def _matrix(x: Tensor, transposed: bool = False) -> _Matrix:
     return _Matrix(x.dtype, rows, columns, step, by_rows is not transposed, alignment)
 
 
+@dataclass
+class _Plan:
+    """Calls of one kind: their description, layouts of three matrices, and number up to now.
+
+    ``algorithms`` are cuBLAS's, its first choice first, until they have been timed.
+    """
+
+    description: c_void_p
+    layouts: list[c_void_p]
+    algorithms: list[_Heuristic]
+    calls: int = 0
+
+
 @cache
 def _plan(
     left: _Matrix, right: _Matrix, out: _Matrix, device: torch.device, on_device: bool
-) -> tuple[c_void_p, list[c_void_p], _Heuristic]:
-    """Return the description, the layouts of three matrices, and the algorithm of such a call.
-
-    ``on_device``: alpha and beta are in device memory.
-    """
+) -> _Plan:
+    """Return the plan of such calls; ``on_device``: alpha and beta are in device memory."""
     description, preference = c_void_p(), c_void_p()
     _call("cublasLtMatmulDescCreate", byref(description), c_int(_COMPUTE_FP32), c_int(0))
     _set("cublasLtMatmulDescSetAttribute", description, {
@@ -151,13 +211,23 @@ def _plan(
     _set("cublasLtMatmulPreferenceSetAttribute", preference, {
         _WORKSPACE_LIMIT: c_uint64(_WORKSPACE), **dict(zip(_ALIGNMENTS, alignments, strict=True)),
     })  # fmt: skip
-    choice, count = _Heuristic(), c_int()
+    found, count = (_Heuristic * _MOST_ALGORITHMS)(), c_int()
     _call(
         "cublasLtMatmulAlgoGetHeuristic", c_void_p(torch.cuda.current_blas_handle()), description,
-        *layouts, layouts[2], preference, c_int(1), byref(choice), byref(count),
+        *layouts, layouts[2], preference, c_int(len(found)), found, byref(count),
     )  # fmt: skip
     _call("cublasLtMatmulPreferenceDestroy", preference)
-    return description, layouts, choice
+    # Sums that are split along K may be added up in an order that changes from call to call.
+    first, *others = found[: count.value]
+    whole = [one for one in (first, *others) if not _splits_k(one)]
+    return _Plan(description, layouts, [first] if _splits_k(first) else whole)
+
+
+def _splits_k(algorithm: _Heuristic) -> bool:
+    number, written = c_int32(), c_size_t()
+    _call("cublasLtMatmulAlgoConfigGetAttribute", byref(algorithm), c_int(_SPLIT_K), byref(number),
+          c_size_t(ctypes.sizeof(number)), byref(written))  # fmt: skip
+    return number.value > 1
 
 
 def _set(function: str, target: c_void_p, attributes: dict[int, Any]) -> None:

@@ -113,17 +113,12 @@ def tensor_product(
     padded = max(lhs.codes.shape[1], rhs.codes.shape[1])
     a, b = (_aligned(operand.codes, least=padded) for operand in (lhs, rhs))
     scales = lhs.tensor_scale, rhs.tensor_scale
-    if into is None:
-        # torch.nn.functional.scaled_mm says the same through a function in Python.
-        y = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype)
-    else:
-        # Scales of a group are neighbours in memory, and cuBLAS refuses them where they are not
-        # aligned.
-        aligned = all(scale.data_ptr() % _ALIGNMENT == 0 for scale in scales)
-        factors = scales if aligned else scales[0] * scales[1]
-        if into[0].shape == (len(a), len(b)):
-            return scaled_matmul(a, b, factors, dtype, *into)
-        y = scaled_matmul(a, b, factors, dtype)
+    # Scales of a group are neighbours in memory, and cuBLAS refuses those that are not aligned.
+    aligned = all(scale.data_ptr() % _ALIGNMENT == 0 for scale in scales)
+    factors = scales if aligned else scales[0] * scales[1]
+    if into is not None and into[0].shape == (len(a), len(b)):
+        return scaled_matmul(a, b, factors, dtype, *into)
+    y = scaled_matmul(a, b, factors, dtype)
     return _finish(y, lhs, rhs, into)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_lowbit.kernels import cublas
 from megatron_lowbit.kernels.cublas import scaled_matmul
 
 LAYOUTS = {
@@ -68,6 +69,23 @@ def test_adding_equals_writing_and_a_sum(kind, factor):
     twice = scaled_matmul(a, b, factor, torch.float32, before.clone())
     eps = torch.finfo(torch.float32).eps
     assert ((twice - (before + product)).abs() <= eps * (before.abs() + product.abs())).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_the_fastest_algorithm_has_the_bits_of_the_first(kind, adds):
+    """Algorithms are timed after some calls of a kind, with the caller's own matrices."""
+    draws = torch.Generator("cuda").manual_seed(4)
+    a, b = (torch.randn(768, 1280, generator=draws, device="cuda").to(kind) for _ in range(2))
+    before = torch.randn(768, 768, generator=draws, device="cuda")
+    seen = []
+    for _ in range(2 * cublas._OFTEN):
+        seen.append(scaled_matmul(a, b, None, torch.float32, before.clone(), adds))
+    assert all(torch.equal(y, seen[0]) for y in seen)
+    matrices = cublas._matrix(b), cublas._matrix(a, transposed=True), cublas._matrix(before)
+    plan = cublas._plan(*matrices, a.device, False)
+    assert plan.calls == len(seen) and len(plan.algorithms) == 1
 
 
 @pytest.mark.gpu

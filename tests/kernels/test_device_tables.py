@@ -30,6 +30,10 @@ def draws_of_counts() -> Iterator[list[int]]:
     yield [0, 129, 127, 1]
 
 
+DEVICE_OF_COUNTS = torch.zeros((), device=DEVICE).device
+"""With its index, as tensors give it."""
+
+
 def on_device(counts: list[int]) -> DeviceRows:
     return DeviceRows(torch.tensor(counts, device=DEVICE), sum(counts))
 
@@ -72,7 +76,7 @@ def check_table(made: Table, expected: Table, fields: int, count: int, header: i
 def test_the_table_of_known_numbers(counts):
     tables = []
     for rows in (on_device(counts), Rows(counts)):
-        fields, device = fields_of(rows), torch.device(DEVICE)
+        fields, device = fields_of(rows), DEVICE_OF_COUNTS
         make: Callable = make_table if isinstance(rows, DeviceRows) else table_of
         tables.append(make(rows.in_units(64).numbers * 3, fields, device))
     check_table(*tables, 1 + len(fields), len(counts))
@@ -93,7 +97,7 @@ def test_programs_share_the_tiles_of_known_numbers(counts, along_rows, programs)
             )  # fmt: skip
         fields = [rows.numbers, steps, 5, np.arange(number) ** 2]
         make: Callable = make_table if isinstance(rows, DeviceRows) else table_of
-        tables.append(make(tiles, fields, torch.device(DEVICE), 2, programs))
+        tables.append(make(tiles, fields, DEVICE_OF_COUNTS, 2, programs))
     check_table(*tables, 1 + len(fields), number, 1 + programs)
 
 
