@@ -85,7 +85,7 @@ def test_the_fastest_algorithm_has_the_bits_of_the_first(kind, adds):
     assert all(torch.equal(y, seen[0]) for y in seen)
     matrices = cublas._matrix(b), cublas._matrix(a, transposed=True), cublas._matrix(before)
     plan = cublas._plan(*matrices, a.device, False)
-    assert plan.calls == len(seen) and len(plan.algorithms) == 1
+    assert len(plan.algorithms) == 1
 
 
 @pytest.mark.gpu
