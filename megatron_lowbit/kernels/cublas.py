@@ -40,6 +40,8 @@ _OFTEN = 8
 """Calls of a kind after which its algorithms are timed; numbers of tokens that vary come once."""
 _ROUNDS = 5
 """Times that each of them is timed; the shortest counts."""
+_LARGEST = 2**29
+"""Most bytes of a product whose algorithms are timed, for which it is copied twice."""
 _ZERO, _ONE = c_float(0.0), c_float(1.0)
 _LOCK = Lock()
 
@@ -124,8 +126,8 @@ def scaled_matmul(
             pointers = dict(zip(_SCALES, scales, strict=True))
             _set("cublasLtMatmulDescSetAttribute", plan.description, pointers)
         plan.calls += 1
-        often = plan.calls >= _OFTEN and not torch.cuda.is_current_stream_capturing()
-        if often and len(plan.algorithms) > 1:
+        timed = plan.calls >= _OFTEN and len(plan.algorithms) > 1 and y.nbytes <= _LARGEST
+        if timed and not torch.cuda.is_current_stream_capturing():
             plan.algorithms = [_fastest(multiply, plan.algorithms, y)]
         multiply(plan.algorithms[0])
     return y
