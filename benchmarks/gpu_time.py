@@ -24,6 +24,7 @@ from benchmarks import training_steps
 from benchmarks.flagship import Case, cases, words_of
 from benchmarks.runner import table
 from benchmarks.training_steps import run_cases, train
+from megatron_lowbit.analysis.machine import machine
 
 FIRST, LAST = 10, 12
 """Steps that are profiled: from the first up to the last, which is not."""
@@ -160,7 +161,11 @@ def profile(case: Case, gpu: str | None) -> dict[str, Any]:
             return row
         with gzip.open(Path(folder) / "torch_profile" / "rank-0.json.gz", "rt") as file:
             trace = json.load(file)
-        return {"milliseconds": milliseconds(trace), "longest": longest(trace)}
+    return {
+        "commit": machine()["commit"],
+        "milliseconds": milliseconds(trace),
+        "longest": longest(trace),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

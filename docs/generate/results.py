@@ -136,8 +136,11 @@ class Steps(NamedTuple):
         return {name: rows[name] for name in CHOICES} if rows.keys() >= set(CHOICES) else {}
 
     def gpu_times(self) -> list[list[object]]:
-        """Return each profiled case and the milliseconds of ``kinds``."""
-        return [[row["case"], *map(row["milliseconds"].get, self.kinds)] for row in self.timed]
+        """Return each profiled case, its commit and the milliseconds of ``kinds``."""
+        return [
+            [row["case"], row["commit"][:7], *map(row["milliseconds"].get, self.kinds)]
+            for row in self.timed
+        ]
 
     @property
     def kinds(self) -> list[str]:

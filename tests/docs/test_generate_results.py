@@ -151,21 +151,20 @@ def test_bars_have_ratios(tmp_path, monkeypatch):
 
 
 def test_where_the_time_goes(place):
-    """Also in a file that has rows of an earlier version, without some kinds."""
-    row = {"case": "llama-8b fp8-tile", "milliseconds": {"busy": 500.5, "GEMMs": 200.25}}
-    rows = [row, {"case": "llama-8b nvfp4", "error": "RuntimeError: out of memory"}]
-    machine = {"gpu": "NVIDIA H100", "commit": "abcdef0123456789"}
-    (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    """Also of rows that lack a kind, with each row's own commit."""
+    head = {"commit": "abcdef0123456789"}
+    row = head | {"case": "llama-8b fp8-tile", "milliseconds": {"busy": 500.5, "GEMMs": 200.25}}
+    rows = [row, {"case": "llama-8b mxfp8", "error": "RuntimeError: out of memory"}]
+    rows += [{
+        "case": "llama-8b nvfp4", "commit": "0" * 16,
+        "milliseconds": {"busy": 1.5, "loss": 2.5, "GEMMs": 3.5},
+    }]  # fmt: skip
+    times = {"machine": {"gpu": "NVIDIA H100"}, "rows": rows}
+    (place / "gpu-time-h100.json").write_text(json.dumps(times))
     text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
-    assert "gpu_time --only 'llama-8b fp8-tile' --output" in text
-    assert cells(text, "llama-8b fp8-tile") == ["500", "200"]
-    assert "commit abcdef012345;" in text and "`nocast`" in text
-    rows[1] = {"case": "llama-8b nvfp4", "milliseconds": {"busy": 1.5, "loss": 2.5, "GEMMs": 3.5}}
-    (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
-    text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
-    assert cells(text, "llama-8b fp8-tile") == ["500", "200", ""]
-    assert cells(text, "llama-8b nvfp4") == ["1.50", "3.50", "2.50"]
-    assert "`nocast`" not in text
+    assert "gpu_time --only 'llama-8b fp8-tile' 'llama-8b nvfp4' --output" in text
+    assert cells(text, "llama-8b fp8-tile") == ["abcdef0", "500", "200", ""]
+    assert cells(text, "llama-8b nvfp4") == ["0000000", "1.50", "3.50", "2.50"]
 
 
 def test_longer_runs(place, study):
