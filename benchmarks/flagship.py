@@ -64,11 +64,12 @@ def cases(tiny: bool = False) -> list[Case]:
             precisions = precisions | DECLARED["gpt_precisions"]
         common = f"{model['tiny' if tiny else 'arguments']} {DECLARED['arguments']}"
         common += DECLARED["all_blocks"]
-        for graphs in (False, True) if model.get("graphs") else (False,):
+        for graphs in (False, True) if "graphs" in model else (False,):
             for precision, arguments in precisions.items():
-                words = f"{common} {arguments} {DECLARED['graphs'] if graphs else ''}"
+                words = f"{common} {arguments} {model['graphs'] if graphs else ''}"
                 if "--fp8-format" in arguments:
                     words += f" {model.get('own_fp8', '')}"
+                    words += f" {model.get('own_fp8_graphs', '')}" if graphs else ""
                 own = "--precision-recipe" in arguments
                 made.append(Case(name, precision, graphs, script if own else upstream, words))
     return made

@@ -53,7 +53,7 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 def test_cases():
     """Every model in its precisions, some with graphs too, of this project or upstream's."""
     found = flagship.cases()
-    assert len({case.name for case in found}) == len(found) == 25 * (6 + 4) + 9
+    assert len({case.name for case in found}) == len(found) == 27 * (6 + 5) + 9
     for case in found:
         words = flagship.words_of(case, 14)
         own = not case.precision.startswith("Megatron-LM")
