@@ -46,7 +46,7 @@ _NOT_WITH_SFT = (
 )  # fmt: skip
 """Arguments that Megatron-LM's dataset of conversations does not support."""
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
-_REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
+REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
 """Exceptions by which Megatron-LM refuses arguments."""
 _OF_QUANTIZED_LAYERS = (
     "--eval-precision", "--quantization-engine", "--log-quantization-error-interval", *BF16_BLOCKS,
@@ -95,7 +95,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
         # Megatron-LM's validation demands it; nothing on a CPU reads it.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     tokens = words.tokens()
-    with _world_size(args.dry_run_world_size):
+    ranks = args.dry_run_world_size
+    with environment("WORLD_SIZE", None if ranks is None else str(ranks)):
         parsed = _parse_upstream(tokens)
     parsed.upstream_command_line = tokens
     parsed.given = given
@@ -224,17 +225,17 @@ def command_line(tokens: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _world_size(ranks: int | None) -> Iterator[None]:
-    """Set the environment's number of ranks for Megatron-LM; None leaves it unchanged."""
-    before = os.environ.get("WORLD_SIZE")
-    if ranks is not None:
-        os.environ["WORLD_SIZE"] = str(ranks)
+def environment(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable that Megatron-LM reads; None leaves it unchanged."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
     try:
         yield
     finally:
-        os.environ.pop("WORLD_SIZE", None)
+        os.environ.pop(name, None)
         if before is not None:
-            os.environ["WORLD_SIZE"] = before
+            os.environ[name] = before
 
 
 def _parse_upstream(tokens: list[str]) -> Namespace:
@@ -260,7 +261,7 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
             raise
         if isinstance(error, SystemExit):
             message = f"Megatron-LM refused the arguments (exit {error.code}), see above"
-        elif isinstance(error, _REFUSALS):
+        elif isinstance(error, REFUSALS):
             message = in_one_line(error)
         else:
             # Megatron-LM computes with some values before it checks them.

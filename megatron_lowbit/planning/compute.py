@@ -156,14 +156,6 @@ def head_times(args: Namespace, head: Linear, device: Device) -> Passes:
     return passes
 
 
-def embedding_time(head: Linear, device: Device) -> float:
-    """Time the dense gradient of a table as large as the output layer.
-
-    It is set to zero, written, and added to the main gradient.
-    """
-    return device.moved(14 * head.weights)
-
-
 def gradient_bytes(args: Namespace) -> int:
     """Return the bytes of an element of a main gradient."""
     return BF16 if args.grad_reduce_in_bf16 else FP32

@@ -18,7 +18,6 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_lowbit.planning.compute import (
     Passes,
-    embedding_time,
     gradient_bytes,
     head_times,
     part_times,
@@ -139,7 +138,8 @@ def _stage_times(
         recomputed = passes.forward.total() * layout.recomputed_share(stage)
         passes.backward["recomputation"] = recomputed
     if stage == 0:
-        passes.backward["elementwise"] += embedding_time(head, device)
+        # The embedding's dense gradient is set to zero, written, and added to the main gradient.
+        passes.backward["elementwise"] += device.moved(14 * head.weights)
     if stage == layout.pipeline - 1:
         passes.add(head_times(args, head, device))
     if layout.pipeline > 1 and layout.virtual == 1:  # interleaved, transfers overlap

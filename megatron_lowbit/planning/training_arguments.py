@@ -8,14 +8,13 @@ import argparse
 import contextlib
 import io
 import logging
-import os
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 
 from megatron_lowbit.arguments.cpu import needs_one_connection
-from megatron_lowbit.arguments.parse import in_one_line
+from megatron_lowbit.arguments.parse import REFUSALS, environment, in_one_line
 from megatron_lowbit.arguments.parser import (
     add_recipe_arguments,
     front_parser,
@@ -102,7 +101,9 @@ class TrainingArguments:
             args.rank, args.world_size = 0, ranks
             args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
             require(args.yaml_cfg is None, "--yaml-cfg: plans are of arguments alone")
-            with _one_connection(args):
+            # Megatron-LM demands it of some runs on some GPUs.
+            connections = "1" if needs_one_connection(args) else None
+            with environment("CUDA_DEVICE_MAX_CONNECTIONS", connections):
                 validate_args(args, {})
         return args
 
@@ -128,21 +129,5 @@ def one_line_errors() -> Iterator[None]:
         raise
     except SystemExit as error:
         raise UserError(f"Megatron-LM refused the arguments (exit {error.code})") from error
-    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
+    except REFUSALS as error:
         raise UserError(in_one_line(error)) from error
-
-
-@contextlib.contextmanager
-def _one_connection(args: Namespace) -> Iterator[None]:
-    """Set the environment variable that Megatron-LM demands of some runs on some GPUs."""
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    before = os.environ.get(name)
-    if needs_one_connection(args):
-        os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
