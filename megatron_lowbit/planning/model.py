@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, LinearPrecision, Recipe
+from megatron_lowbit.recipes.show import LINEAR_LAYERS
 
 CONVOLUTION = 4
 """Tokens that a Mamba-2 mixer's convolution sees: megatron-core's only value."""
@@ -19,13 +20,7 @@ _EXPANSION = 2
 """Inner over hidden size of megatron-core's mixer, where the number of heads is not given."""
 BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 """Blocks of a hybrid that the planner models, by their symbols in ``--hybrid-layer-pattern``."""
-_EXPERT = "mlp.experts.local_experts.0"
-_PATHS = {
-    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
-    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
-    "experts": (f"{_EXPERT}.linear_fc1", f"{_EXPERT}.linear_fc2"),
-    "mamba": ("mixer.in_proj", "mixer.out_proj"),
-}
+_PATHS = {name: LINEAR_LAYERS[symbol] for symbol, name in BLOCKS.items()}
 
 
 class Amounts(dict[str, float]):

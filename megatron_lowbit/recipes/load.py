@@ -333,9 +333,10 @@ def apply_override(raw: dict[str, Any], override: str) -> list[tuple[str, ...]]:
         # The next override must find the sections, and mappings in them.
         for section in ("configs", "matchers", "switches"):
             entries = raw.get(section, {})
-            _require_mapping(section, entries)
+            require(isinstance(entries, dict), f"{section} must be a mapping")
             for name, entry in entries.items():
-                _require_mapping(f"{section}.{name}", {} if entry is None else entry)
+                is_mapping = entry is None or isinstance(entry, dict)
+                require(is_mapping, f"{section}.{name} must be a mapping")
             if section != "configs":
                 raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
     raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
@@ -393,7 +394,3 @@ def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
         for option in data.keys() - set(kept):
             del data[option]
     data[last] = value
-
-
-def _require_mapping(name: str, value: Any) -> None:
-    require(isinstance(value, dict), f"{name} must be a mapping")

@@ -24,7 +24,7 @@ _COLUMNS = ("GEMM", "operand", "format", "bits")
 _LAYERS_WIDTH = 16  # columns at least, where a narrow terminal cannot hold all
 
 _MOST_LAYERS = 400
-_BLOCKS = {
+LINEAR_LAYERS = {
     "M": ("mixer.in_proj", "mixer.out_proj"),
     "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
     "+": (
@@ -108,14 +108,14 @@ def model_layers(
         len(set(predictions)) < 2,
         f"--hybrid-layer-pattern {pattern}: predictions, each after {_PREDICTIONS}, must be equal",
     )
+    names = dict(LINEAR_LAYERS)
+    if q_lora_rank is not None:
+        names["+"] = _LOW_RANK_QUERIES + names["+"][1:]
     for symbol in sorted({*main, *"".join(predictions)}):
         require(
-            symbol in _BLOCKS,
-            f"--hybrid-layer-pattern: no block is called {symbol!r}; use {', '.join(_BLOCKS)}",
+            symbol in names,
+            f"--hybrid-layer-pattern: no block is called {symbol!r}; use {', '.join(names)}",
         )
-    names = dict(_BLOCKS)
-    if q_lora_rank is not None:
-        names["+"] = _LOW_RANK_QUERIES + _BLOCKS["+"][1:]
     layers = [
         Layer(f"decoder.layers.{number}.{name}", number, count)
         for number, symbols in enumerate(["*-"] * count if pattern is None else main)
