@@ -187,29 +187,13 @@ class FusedEngine(Engine):
         form = Form.BF16 if form is Form.BF16 else Form.CODES
         return normalize_quantize(x, norm, request, form, amax=amax)
 
-    def norm_grad(self, grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
-        """Return the gradient of a norm's input, by one kernel."""
-        return norm_grad(grad, x, rho)
-
-    def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Normalize rows by one kernel, which takes their amax."""
-        return rms_norm(x, gain, eps)
-
-    def add_rows(self, sums: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Add sums of rows by one kernel, behind a sort of the ids."""
-        add_rows(sums, ids, rows)
-
-    def swiglu(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return SwiGLU and its amax, by one kernel."""
-        return swiglu(gate_up)
-
-    def swiglu_grad(self, gate_up: Tensor, grad: Tensor) -> Tensor | None:
-        """Overwrite SwiGLU's input by its gradient and return the amax, by one kernel."""
-        return swiglu_grad(gate_up, grad)
-
-    def transposed(self, operand: QuantizedTensor) -> Transposed:
-        """Return the transpose in the same memory; GEMMs of codes make a copy of it."""
-        return Transposed(operand)
+    # One kernel each, and a view: GEMMs of codes make a copy of it.
+    norm_grad = staticmethod(norm_grad)
+    rms_norm = staticmethod(rms_norm)
+    add_rows = staticmethod(add_rows)
+    swiglu = staticmethod(swiglu)
+    swiglu_grad = staticmethod(swiglu_grad)
+    transposed = Transposed
 
     def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> ExactBF16 | Tensor:
         """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
