@@ -108,12 +108,6 @@ def _known(value: float, form: str, before: str = "") -> str:
     return "" if math.isnan(value) else f"{before}{value:{form}}"
 
 
-MOST_COLORS = 8
-"""Largest number of names in one panel with distinguishable colors."""
-SMOOTHED = 1 / 30
-"""Share of the logged iterations that losses are smoothed over."""
-SHOWN_FROM = 1 / 5
-"""Share of the iterations without gaps: early ones are many times as large as those in the end."""
 _PANELS = 4
 
 
@@ -124,7 +118,7 @@ def picture(contenders: Sequence[Contender]) -> bytes:
     More have a panel each, only of their gaps.
     """
     rows, curves = compare(contenders), gap_curves(contenders)
-    if len(contenders) <= MOST_COLORS:
+    if len(contenders) <= 8:
         figure = _draw_in_colors(contenders, rows, curves)
     else:
         figure = _draw_in_panels(rows, curves)
@@ -155,7 +149,7 @@ def _draw_in_colors(
     shades = colors(len(contenders))
     for contender, color in zip(contenders, shades, strict=True):
         for number, curve in enumerate(contender.curves):
-            losses = smooth(curve.losses, max(1, round(len(curve.losses) * SMOOTHED)))
+            losses = smooth(curve.losses, max(1, round(len(curve.losses) / 30)))
             label = None if number else contender.name
             above.plot(curve.tokens, losses, color=color, linewidth=1, label=label)
     below.axhline(0, color=shades[0], linewidth=1)
@@ -202,5 +196,5 @@ def _draw_gap(panel: Axes, curve: GapCurve, color: object, label: str | None = N
 
 def _shown(curve: GapCurve) -> GapCurve:
     """Return the part of a curve that is drawn, in percent."""
-    start = int(len(curve.tokens) * SHOWN_FROM)
+    start = len(curve.tokens) // 5  # Early gaps are many times as large as those in the end.
     return GapCurve(curve.tokens[start:], 100 * curve.gap[start:], 100 * curve.error[start:])

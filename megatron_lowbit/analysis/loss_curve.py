@@ -13,9 +13,6 @@ from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import replacing
 from megatron_lowbit.json_files import Entries, as_object, parse_json
 
-_WINDOW_SHARE = 1 / 50
-"""Smoothing window, as a share of the logged iterations."""
-
 
 class LossCurve(NamedTuple):
     """Training and validation losses (float64, NaN where the run had none) by iteration.
@@ -124,8 +121,8 @@ def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: Any) -> None:
 
 
 def _window(values: np.ndarray) -> int:
-    # Odd, so that the average is centred.
-    return 2 * int(len(values) * _WINDOW_SHARE / 2) + 1
+    # A fiftieth of the logged iterations; odd, so that the average is centred.
+    return 2 * (len(values) // 100) + 1
 
 
 def colors(number: int) -> list[Any]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 DEFAULT_SEEDS = (1, 2)
 """Seeds of a comparison of recipes; gaps have no standard error with less than two."""
-_MAY_BE_ZERO = ("start_up", "leave_out")
 # Imports inside the functions below are slow: the help needs none of them.
 
 
@@ -133,7 +132,8 @@ def _study_of(args: argparse.Namespace) -> "Study":
 
     for name in ("at_once", "count", "minutes", "start_up", "leave_out"):
         value = getattr(args, name, None)
-        least, words = (0, "not negative") if name in _MAY_BE_ZERO else (ulp(0), "positive")
+        may_be_zero = name in ("start_up", "leave_out")
+        least, words = (0, "not negative") if may_be_zero else (ulp(0), "positive")
         message = f"--{name.replace('_', '-')} {value}: must be {words} and finite"
         require(value is None or least <= value < inf, message)
     require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")

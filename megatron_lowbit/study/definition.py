@@ -16,7 +16,7 @@ from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import Entries, read_object
-from megatron_lowbit.recipes.yaml_reader import read_text, read_yaml
+from megatron_lowbit.recipes.yaml_reader import first_error, read_text, read_yaml
 from megatron_lowbit.storage.files import TRACKER
 
 _STATE = "study.json"
@@ -99,9 +99,7 @@ def read_study(file: Path) -> Study:
     try:
         return Study.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{file}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise UserError(f"{file}: {first_error(error)}") from None
 
 
 def study_of(recipes: Sequence[str], seeds: Sequence[int]) -> Study:

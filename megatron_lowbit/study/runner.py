@@ -29,8 +29,6 @@ from megatron_lowbit.study.definition import (
 )
 
 _LOG, _METRICS = "output.log", "metrics.jsonl"
-_POLL_SECONDS = 0.5
-_LAST_LINES = 20
 _LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 _ERROR = re.compile(r"[\w.]*(error|Error|Exception)\b")
 
@@ -135,7 +133,7 @@ class _StudyState:
                 starts = ((job.folder, job.start) for job in self.left if job.start)
                 self.causes |= {folder: f"{start.folder} failed" for folder, start in starts}
             return False
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.5)
         if time.monotonic() >= self._deadline:
             return False
         for run in list(self.running):
@@ -223,7 +221,7 @@ def _cause(ended: _Running) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
     log = (ended.job.folder / _LOG).read_text(errors="replace")
-    lines = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
+    lines = [line for line in log.splitlines() if line.strip()][-20:]
     errors = [line for line in lines if _ERROR.match(line)]
     return [f"exit code {code}", *(errors or lines)][-1].removeprefix("error: ")
 

@@ -243,9 +243,9 @@ def test_a_branch_fails_with_its_trunk(study, tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("arguments: x\nseeds: [1]\nruns: {}\n", "runs: Dictionary should have at least 1"),
-        ("arguments: x\nseeds: [one]\nruns: {a: b}\n", "seeds.0: Input should be a valid integer"),
-        ("arguments: x\nseeds: [1]\nruns: {a: b}\nsed: 3\n", "sed: Extra inputs"),
+        ("arguments: x\nseeds: [1]\nruns: {}\n", "runs: dictionary should have at least 1"),
+        ("arguments: x\nseeds: [one]\nruns: {a: b}\n", "seeds.0: input should be a valid integer"),
+        ("arguments: x\nseeds: [1]\nruns: {a: b}\nsed: 3\n", "sed: extra inputs"),
         (
             "arguments: x\nseeds: [1]\nruns: {a: b}\nbranches: {c: {iteration: 1, runs: {d: e}}}\n",
             "the file: branches: no run 'c'",
@@ -255,18 +255,18 @@ def test_a_branch_fails_with_its_trunk(study, tmp_path):
             "branches: {a: {iteration: 1, runs: {c: e}}}\n",
             "the file: branches: two runs are named 'c'",
         ),
-        ("- 1\n", "the file: Input should be a valid dictionary"),
+        ("- 1\n", "the file: input should be a valid dictionary"),
         ("a: [\n", "not YAML of a study: line 2: "),
-        ("b: 2026-02-30\n", "arguments: Field required"),
+        ("b: 2026-02-30\n", "arguments: field required"),
         ("b: !!int zz\n", "not YAML of a study: line 1: 'zz' is no int"),
         ("[" * 3000, "not YAML of a study: line 1: nested more than 32 deep"),
         ("x" * 70_000, "not YAML of a study: longer than 65,536 characters"),
-        ('arguments: "it\'s"\nseeds: [1]\nruns: {a: b}\n', "arguments: No closing quotation"),
-        ("arguments: x\nseeds: [1]\nruns: {a: '\"'}\n", "runs.a: No closing quotation"),
+        ('arguments: "it\'s"\nseeds: [1]\nruns: {a: b}\n', "arguments: no closing quotation"),
+        ("arguments: x\nseeds: [1]\nruns: {a: '\"'}\n", "runs.a: no closing quotation"),
         (
             "arguments: x\nseeds: [1]\nruns: {a: b}\n"
             'branches: {a: {iteration: 1, runs: {c: "\'"}}}\n',
-            "branches.a.runs.c: No closing quotation",
+            "branches.a.runs.c: no closing quotation",
         ),
         ("arguments: x\narguments: y\n", "not YAML of a study: line 2: a second key"),
         ('arguments: "\\e[0m"\n', "not YAML of a study: line 1: control characters"),
