@@ -44,7 +44,6 @@ class Conversations:
         self._bytes = np.memmap(path, np.uint8, "r")
 
     def __len__(self) -> int:
-        """Return the number of conversations."""
         return len(self._index)
 
     def __getitem__(self, number: int) -> Conversation:

@@ -28,7 +28,6 @@ DEFAULT_KEYS = ("text",)
 """Keys of JSON records that hold text, unless others are given."""
 LONGEST_PIECE = 1 << 14
 """Most characters of a document that a long text file is split into."""
-_LONG_FILE_BYTES = 1 << 18
 _BORDERS = ("\n\n", "\r\n\r\n", "\n", " ")
 """Ends of a piece, the best first: of a paragraph, of a line, of a word."""
 _MOST_BYTES = 1 << 30
@@ -148,7 +147,7 @@ class Corpus:
             f"{path}: holds text without JSON records, to which --json-keys "
             f"{' '.join(self._json_keys or ())} does not apply",
         )
-        if len(self.files) > 1 and len(content) <= _LONG_FILE_BYTES:
+        if len(self.files) > 1 and len(content) <= 1 << 18:
             yield Document((text,), size)
             return
         if len(text) > LONGEST_PIECE:

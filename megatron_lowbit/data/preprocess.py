@@ -47,8 +47,6 @@ from megatron_lowbit.storage.lock import delete_abandoned, temporary_folder
 
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20
-_WORKERS_PER_CPU = 8
-_PLAIN_LINE_SECONDS = 10.0
 _SUFFIXES = (".json", ".bin", ".idx")
 """In the order of their renaming: the sidecar tells whose the other files are."""
 _DIGEST = "data_sha256"
@@ -112,11 +110,11 @@ def preprocess(
     arguments or input, and if there is no document.
     """
     keys = json_keys or DEFAULT_KEYS
-    limit = _WORKERS_PER_CPU * (os.cpu_count() or 1)
+    limit = 8 * (os.cpu_count() or 1)
     is_possible = 1 <= workers <= limit
     require(is_possible, f"--workers {workers}: at least 1 and at most {limit} on this machine")
     require(len(set(keys)) == len(keys), f"--json-keys {' '.join(keys)}: each key once")
-    tokenizer = load_tokenizer(TOKENIZER_TYPE, tokenizer_model, None)
+    tokenizer = load_tokenizer(TOKENIZER_TYPE, tokenizer_model)
     corpus = Corpus(inputs, json_keys, pattern, exclude)
     prefixes = [output_prefix] if len(keys) == 1 else [f"{output_prefix}_{k}" for k in keys]
     check_targets(output_prefix, prefixes)
@@ -182,9 +180,6 @@ def _indexed_dataset() -> Any:
         # isort: split
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset
-
-
-# -- encoding --------------------------------------------------------------------------------------
 
 
 class _Encoded(NamedTuple):
@@ -315,9 +310,6 @@ def _encode_in_worker(batch: list[Document]) -> list[_Encoded]:
     return _worker_encode(batch)
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
-
 def _write_datasets(
     encoded: Generator[_Encoded, None, None],
     dtype: type[np.integer],
@@ -387,7 +379,7 @@ def _progress(total_bytes: int) -> Iterator[Callable[[float, DatasetSummary], No
             nonlocal last_line
             text = f"{summary.documents:,} documents, {summary.tokens:,} tokens"
             bar.update(task.id, advance=size, description=text)
-            if bar.disable and time.monotonic() - last_line >= _PLAIN_LINE_SECONDS:
+            if bar.disable and time.monotonic() - last_line >= 10:
                 last_line = time.monotonic()
                 say(f"{task.percentage:.0f} %: {text}")
 

@@ -80,15 +80,12 @@ class Tokenizer:
     special_tokens: Mapping[int, str]
 
 
-def load_tokenizer(
-    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None
-) -> Tokenizer:
+def load_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenizer:
     """Load a tokenizer, which adds no special tokens to a text.
 
     Args:
         tokenizer_type: Megatron-LM's name of the type; only HuggingFaceTokenizer is supported.
         tokenizer_model: folder with tokenizer.json.
-        vocab_size: size that the tokenizer must have; None for any.
 
     Raises:
         UserError: the arguments or the folder's files do not fit.
@@ -97,16 +94,7 @@ def load_tokenizer(
     require(is_known, f"--tokenizer-type {tokenizer_type}: choose {TOKENIZER_TYPE}")
     if tokenizer_model is None:
         raise UserError("--tokenizer-model: give the folder that holds tokenizer.json")
-    tokenizer = _hugging_face_tokenizer(Path(tokenizer_model))
-    require(
-        vocab_size in (None, tokenizer.vocab_size),
-        f"--vocab-size {vocab_size}: the tokenizer in {tokenizer_model} has "
-        f"{tokenizer.vocab_size}; leave the option out",
-    )
-    return tokenizer
-
-
-def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
+    folder = Path(tokenizer_model)
     path = folder / _MODEL_FILE
     require(
         path.is_file(), f"--tokenizer-model {folder}: there is no tokenizer.json in this folder"

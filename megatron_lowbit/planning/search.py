@@ -27,9 +27,6 @@ _CHANGES = (
     ("--transformer-impl", "transformer_engine"),
 )
 """Arguments outside a layout that change memory or time."""
-_A_TENTH = 0.1
-_NEARLY = 1.3
-"""Memory, relative to a GPU's, up to which an argument may make a layout fit."""
 
 
 class Plan(NamedTuple):
@@ -148,7 +145,7 @@ def vocabulary_size(args: Namespace) -> int:
     )
     from megatron_lowbit.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(args.tokenizer_type, args.tokenizer_model, None).vocab_size
+    return load_tokenizer(args.tokenizer_type, args.tokenizer_model).vocab_size
 
 
 def enough_gpus(run: Plan) -> int | None:
@@ -201,7 +198,7 @@ def changes(run: Plan) -> Iterator[str]:
             continue
         speed = after.tokens_per_second / before.tokens_per_second
         memory = estimates[0].most_memory / before.most_memory
-        if max(abs(speed - 1), abs(memory - 1)) >= _A_TENTH:
+        if max(abs(speed - 1), abs(memory - 1)) >= 0.1:
             where = "" if after.layout == before.layout else " in another layout"
             yield (
                 f"{' '.join(change)}: {speed:.2f}x the tokens/s{where}, "
@@ -213,7 +210,8 @@ def _representatives(run: Plan) -> list[Estimate]:
     """Return the best layout, and for each division of the ranks the fastest and a larger one."""
     chosen: dict[tuple[object, ...], Estimate] = {(): run.best}
     for each in _fastest_first(run.estimates):
-        if each.most_memory <= _NEARLY * run.device.usable_bytes:
+        # An argument may make a layout fit that needs a little more.
+        if each.most_memory <= 1.3 * run.device.usable_bytes:
             ranks = each.layout.tensor, each.layout.pipeline, each.layout.expert
             chosen.setdefault((*ranks, run.fits(each)), each)
     return list(chosen.values())

@@ -65,7 +65,7 @@ def start_training(folder: Path) -> None:
 READERS = {
     "to-gguf": lambda folder: to_gguf(folder, folder.parent / "out.gguf"),
     "to-megatron": lambda folder: to_megatron(folder, folder.parent / "out"),
-    "preprocess": lambda f: load_tokenizer("HuggingFaceTokenizer", str(f), None).tokenize("a b"),
+    "preprocess": lambda f: load_tokenizer("HuggingFaceTokenizer", str(f)).tokenize("a b"),
     "training": start_training,
 }
 

@@ -185,7 +185,7 @@ def test_archives_are_no_text(written):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_special_tokens_in_the_text_are_counted(written, tmp_path, capsys, workers):
     train_tokenizer(["some text"], 257, tmp_path / "tokenizer")
-    eod = load_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer"), None).eod
+    eod = load_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer")).eod
     texts = ["a<|endoftext|>b<|endoftext|>", "no <|endoftext", "<|endoftext|>"] * 40
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     tokenizer, output = str(tmp_path / "tokenizer"), str(tmp_path / "out")

@@ -42,7 +42,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(tokenizer_folder):
-    return load_tokenizer("HuggingFaceTokenizer", str(tokenizer_folder), None)
+    return load_tokenizer("HuggingFaceTokenizer", str(tokenizer_folder))
 
 
 @pytest.fixture
