@@ -32,8 +32,6 @@ from megatron_lowbit.storage.pickles import Reader, check_lengths
 EMBEDDING = "embedding.word_embeddings.weight"
 HISTORIES = "amax_history."
 """Start of the keys of amax histories, before a linear layer's path."""
-_STATES = ("optimizer.", "chained_")
-"""Starts of the keys of optimizers' tensors."""
 _NORMS = (
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
     (".linear_q_up_proj.layer_norm_", ".q_layernorm."),
@@ -85,7 +83,8 @@ class CheckpointReader:
             elif key.startswith(HISTORIES):
                 self.histories[key] = entry
             else:
-                (self.state if key.startswith(_STATES) else self.model)[key] = entry
+                of_optimizer = key.startswith(("optimizer.", "chained_"))
+                (self.state if of_optimizer else self.model)[key] = entry
 
     @cached_property
     def common(self) -> dict[str, Any]:

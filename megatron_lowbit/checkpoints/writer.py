@@ -39,9 +39,6 @@ from megatron_lowbit.storage.resumable_output import (
     resumable_output,
 )
 
-FILE_BYTES = 5 * 10**9
-"""Largest size of an average's files that hold several tensors."""
-
 COMMON = {
     "checkpoint_version": 3.0,
     "num_floating_point_operations_so_far": 0,
@@ -189,7 +186,7 @@ def average(source: Path, iterations: Sequence[int], output: Path, force: bool =
         "iteration": iterations[-1], "args": args, "averaged": list(iterations),
     }  # fmt: skip
     with resumable_output(output, force, task, len(chunks)) as partial:
-        write_iteration(partial, common, chunks, FILE_BYTES)
+        write_iteration(partial, common, chunks, file_bytes=5 * 10**9)
 
 
 def _check_alike(first: CheckpointReader, last: CheckpointReader) -> None:

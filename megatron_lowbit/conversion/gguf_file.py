@@ -44,8 +44,6 @@ from megatron_lowbit.storage.lock import output_lock
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-_E4M3_NAN = 0x7F
-
 
 def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """Pack codes (R, K/2) and E8M0 scales (R, K/32), uint8, into bytes (R, K/32 * 17)."""
@@ -56,7 +54,7 @@ def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 def nvfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """Pack codes (R, K/2), uint8, and E4M3 scales (R, K/16) into bytes (R, K/64 * 36)."""
     scales = scales.view(torch.uint8)
-    _check_scales(scales, _E4M3_NAN, "E4M3")
+    _check_scales(scales, 0x7F, "E4M3")
     columns = 2 * codes.shape[1]
     require(
         columns % 64 == 0, f"{columns} columns are not whole blocks of 64, as NVFP4 has in ggml"

@@ -34,7 +34,6 @@ from megatron_lowbit.recipes.record import difference, digest, recipe_from, reco
 
 _FORMATS_ADVICE = "the checkpoint names its recipe; name it by --recipe"
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
-_HEAD = "lm_head"
 REPORT = "quantization_report.json"
 _COLUMNS = 130
 _Energy = tuple[float, float]
@@ -96,7 +95,7 @@ def plan_quantization(
     recipe.check_matchers(layers)
     require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
     # A tied head has no tensor of its own, but readers build the module.
-    unquantized = list(dict.fromkeys([*unquantized, _HEAD]))
+    unquantized = list(dict.fromkeys([*unquantized, "lm_head"]))
     modules = {name: modules[key] for key in modules for name in _names_of_module(key)}
     named = [name for key in unquantized for name in _names_of_module(key)]
     return Quantization(recipe, layout, weights, layout.config(modules, named), unquantized)

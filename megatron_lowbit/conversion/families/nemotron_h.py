@@ -19,8 +19,6 @@ _SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
 _TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 _EPSILON = 1e-5
 """Epsilon of all norms: megatron-core fixes it for a Mamba block."""
-_SMALLEST_STEP = 1e-30
-"""transformers raises steps to ``time_step_min``; megatron-core leaves them, and 0 has no log."""
 
 _BLOCKS = {
     "M": {
@@ -114,6 +112,7 @@ NEMOTRON_H = Family(
     more_arguments=lambda entries: {"num_layers": len(_pattern(entries))},
     more_entries=lambda model: {
         "mamba_num_heads": mamba_heads(model),
-        "time_step_min": _SMALLEST_STEP,
+        # transformers raises steps to it; megatron-core leaves them, and 0 has no log.
+        "time_step_min": 1e-30,
     },
 )

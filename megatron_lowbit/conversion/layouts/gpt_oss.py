@@ -45,10 +45,6 @@ _ENDINGS = {"weight": "", "bias": "_bias", "weight_blocks": "_blocks", "weight_s
 """Ends of the names of stored tensors, by the ends of the names of one expert's tensors."""
 _EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.\d+\.(\w+)(?:\.(\w+))?")
 _MODEL_TYPES = ("gpt_oss",)
-_MOST_EXPERTS = 2**10
-"""The most experts of a layer."""
-_BYTES = 16
-"""Bytes of a block of 32 codes."""
 
 
 def stored_experts(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Stored]:
@@ -74,7 +70,7 @@ def _stored(
     """
     entries, experts, stored = Entries(config, "config.json"), 0, {}
     for count in ("n_routed_experts", "num_experts", "num_local_experts"):
-        experts = entries.integer(count, experts, 0, _MOST_EXPERTS)
+        experts = entries.integer(count, experts, minimum=0, maximum=2**10)
     is_mixtral = config.get("model_type") == "mixtral"
     block = "block_sparse_moe" if is_mixtral else "mlp"
     for stack, roles in _STACKS.items():
@@ -101,13 +97,7 @@ def _decode_mxfp4(outputs: slice, blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def check_experts(quantized: Iterable[str], config: Mapping[str, Any], layout: str) -> None:
-    """Raise UserError for quantized experts that no reader takes one by one.
-
-    Args:
-        quantized: names of the quantized weights.
-        config: the model's config.json.
-        layout: the layout's name.
-    """
+    """Raise UserError for experts among ``quantized`` weights that no reader takes one by one."""
     if layout == "gpt-oss" or config.get("model_type") not in _MODEL_TYPES:
         return
     for name in filter(_EXPERT.fullmatch, quantized):
@@ -168,7 +158,7 @@ def _stacked(experts: Sequence[LazyTensors]) -> LazyTensors:
 
 
 def _encode(weight: QuantizedTensor) -> dict[str, Tensor]:
-    blocks = weight.codes.unflatten(-1, (-1, _BYTES))
+    blocks = weight.codes.unflatten(-1, (-1, 16))  # bytes of 32 codes
     return {"weight_blocks": blocks, "weight_scales": weight.scales}
 
 
