@@ -18,8 +18,6 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.planning.hardware import SCANS, gpu_names
 
-_WIDTH = 130
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the layouts of a run, fastest first, or the fastest under each of several recipes.
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                  args.scan, args.tokens)
         for choice in choices
     ]  # fmt: skip
-    console = plain_console(_WIDTH)
+    console = plain_console(130)
     for part in report(runs, args.top, args.figures):
         console.print(part, highlight=False)
     for line in advice(runs):

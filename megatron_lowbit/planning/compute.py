@@ -38,8 +38,6 @@ from megatron_lowbit.recipes import LinearPrecision
 
 _SCAN_FORWARD = 0.37
 """Forward share of the scan's time, mamba-ssm's and torch's in scan-h200.json."""
-_SMALL_HEADS = 0.67
-"""Rate of attention with heads below 128 channels, relative to 128; cuDNN's, published."""
 
 
 class Passes(NamedTuple):
@@ -289,7 +287,7 @@ def _attention(args: Namespace, device: Device) -> tuple[float, float]:
         rate = device.flops("bf16")
         there, back = device.moved(6 * BF16 * scores), device.moved(10 * BF16 * scores)
         return 4 * flops / rate + there, 8 * flops / rate + back
-    share = 1.0 if args.kv_channels >= 128 else _SMALL_HEADS
+    share = 1.0 if args.kv_channels >= 128 else 0.67  # as published of cuDNN
     rate = share * 1e12
     there, back = device.gpu["attention_forward"], device.gpu["attention_backward"]
     return 2 * flops / (there * rate), 5 * flops / (back * rate)

@@ -46,8 +46,6 @@ _UNSHARDED_BYTES = 8
 """Bytes per parameter that every rank moves: the gradient set to zero and searched for NaN."""
 _TENSORS = {"attention": 3, "mlp": 3, "experts": 2, "mamba": 8}
 """Parameter tensors of a part, with the norm before it; for experts, of each expert."""
-_OTHER_TENSORS = 3
-"""Embedding, last norm and output layer."""
 
 
 class Estimate(NamedTuple):
@@ -233,7 +231,8 @@ def _launches(
         for_each = gpu["host_us.collective"]
         forward += number * (times * (gpu["host_us.forward"] + linears) + there * for_each)
         backward += number * (times * (gpu["host_us.backward"] + linears) + back * for_each)
-    step = (tensors + _OTHER_TENSORS) * gpu["host_us.tensor"]
+    tensors += 3  # embedding, last norm and output layer
+    step = tensors * gpu["host_us.tensor"]
     return 1e-6 * forward, 1e-6 * (backward + forward * recomputed), 1e-6 * step
 
 

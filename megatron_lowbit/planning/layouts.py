@@ -29,8 +29,6 @@ _LARGEST_BATCH = 16
 """Sequences of a microbatch, and microbatches where no global batch is given."""
 _MOST_LAYERS = 1024
 """Layers of a model whose layouts are searched: their number grows with it."""
-_PARTLY = (0.25, 0.5)
-"""Shares of a stage's layers that are tried for recomputation, in addition to none and all."""
 
 
 class Layout(NamedTuple):
@@ -180,7 +178,7 @@ def _batches(parsed: Namespace, ranks: Layout) -> Iterator[Candidate]:
     batch = parsed.global_batch_size or ranks.data * _LARGEST_BATCH
     extents = {0}
     if parsed.hybrid_layer_pattern is None:
-        shares = [1.0] if ranks.virtual > 1 else [1.0, *_PARTLY]
+        shares = [1.0] if ranks.virtual > 1 else [1.0, 0.25, 0.5]
         extents |= {max(1, round(share * max(ranks.chunks))) for share in shares}
     for size in _powers(_LARGEST_BATCH):
         microbatches, rest = divmod(batch, ranks.data * size)

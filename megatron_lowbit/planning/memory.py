@@ -34,9 +34,6 @@ from megatron_lowbit.planning.model import (
     tokens_of,
 )
 
-_SCAN_CHUNK = 128
-"""Tokens that torch's scan takes together: megatron-core's default."""
-
 
 class Memory(NamedTuple):
     """Bytes of one rank at its peak, by content, and the moment of the peak."""
@@ -180,10 +177,8 @@ def _quantized_operands(linear: Linear, rows: int, device: Device) -> float:
     precision, gradient = linear.precision, rows * linear.outputs
     if not precision.quantized:
         return 0.0
-    dgrad = operand_bytes(device.gemm(precision, Gemm.DGRAD))
-    return (gradient + linear.weights) * dgrad + gradient * operand_bytes(
-        device.gemm(precision, Gemm.WGRAD)
-    )
+    dgrad, wgrad = (operand_bytes(device.gemm(precision, g)) for g in (Gemm.DGRAD, Gemm.WGRAD))
+    return (gradient + linear.weights) * dgrad + gradient * wgrad
 
 
 def quantized_weight_bytes(
@@ -316,7 +311,7 @@ def _scan(args: Namespace, tokens: int, scan: str) -> float:
     if scan == "mamba-ssm-scan":
         copies = (convolved + inner + heads) * BF16  # x, B, C; z; dt
         return tokens * (convolution + copies + inner * BF16 + 4 * heads + normed)
-    chunk = min(_SCAN_CHUNK, length)
+    chunk = min(128, length)  # megatron-core's default
     numbers: float = 9 * inner + 6 * heads * states + 3 * heads * chunk + 3 * heads
     numbers += 2 * inner * states / chunk  # the states of each chunk, in and out
     return tokens * (convolution + 4 * numbers)

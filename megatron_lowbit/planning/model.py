@@ -16,8 +16,6 @@ from megatron_lowbit.recipes.show import LINEAR_LAYERS
 
 CONVOLUTION = 4
 """Tokens that a Mamba-2 mixer's convolution sees: megatron-core's only value."""
-_EXPANSION = 2
-"""Inner over hidden size of megatron-core's mixer, where the number of heads is not given."""
 BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 """Blocks of a hybrid that the planner models, by their symbols in ``--hybrid-layer-pattern``."""
 _PATHS = {name: LINEAR_LAYERS[symbol] for symbol, name in BLOCKS.items()}
@@ -96,7 +94,8 @@ class Parameters(NamedTuple):
 def mixer(args: Namespace) -> Mixer:
     """Return the sizes of the model's Mamba-2 mixers; x, B and C are convolved."""
     tensor = args.tensor_model_parallel_size
-    heads = args.mamba_num_heads or _EXPANSION * args.hidden_size // args.mamba_head_dim
+    # megatron-core's default: an inner size of twice the hidden size.
+    heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
     inner = heads * args.mamba_head_dim
     convolved = inner + 2 * args.mamba_num_groups * args.mamba_state_dim
     return Mixer(heads // tensor, inner // tensor, convolved // tensor)

@@ -23,7 +23,6 @@ _DATA = (
     "data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data",
 )  # fmt: skip
 """Arguments of which training needs one; mock data lets a run without data start."""
-_ASSUMED = "h200"
 
 
 def report(runs: Sequence[Plan], top: int, figures: bool) -> Iterator[str | Table]:
@@ -86,7 +85,7 @@ def planned_gpu(name: str | None) -> tuple[str, str]:
         return name, "as --gpu asks"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     here = next((known for known in gpu_names() if known.upper() in device), None)
-    return (here, "this machine's") if here else (_ASSUMED, "assumed, --gpu names another")
+    return (here, "this machine's") if here else ("h200", "assumed, --gpu names another")
 
 
 def heading(run: Plan) -> str:
