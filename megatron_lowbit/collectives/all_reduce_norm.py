@@ -215,10 +215,8 @@ def fill(out: Result, result: Result) -> Result:
     Raises:
         ValueError: a buffer for what is not wanted, or unlike it.
     """
-    device = tensors_of(result.normalized if result.quantized is None else result.quantized)[
-        0
-    ].device
-    check_buffers(out, result, device)
+    made = result.normalized if result.quantized is None else result.quantized
+    check_buffers(out, result, tensors_of(made)[0].device)
     for buffer, value in zip(out, result, strict=True):
         if buffer is not None:
             for target, source in zip(tensors_of(buffer), tensors_of(value), strict=True):

@@ -179,8 +179,6 @@ def constant(value: float, like: Tensor) -> Tensor:
 
 
 _FLT_MAX = torch.finfo(torch.float32).max
-_LEAST = 2.0**-149
-"""FP32's smallest number, in place of a tensor scale that underflows."""
 
 
 def encode_scale(amax: Tensor, top: float) -> Tensor:
@@ -198,7 +196,7 @@ def multiplier(scales: Tensor, tensor_scale: Tensor) -> Tensor:
 def decode_scale(amax: Tensor, scale: float, element: float) -> Tensor:
     """Return amax / scale / element, at least FP32's smallest number; 1 for zeros."""
     quotient = amax / torch.full_like(amax, scale) / torch.full_like(amax, element)
-    return torch.where(amax == 0, torch.ones_like(amax), quotient.clamp(_LEAST))
+    return torch.where(amax == 0, torch.ones_like(amax), quotient.clamp(2.0**-149))
 
 
 def positive_scales(base: Tensor, tensor_scale: Tensor) -> Tensor:

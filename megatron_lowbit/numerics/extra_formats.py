@@ -20,7 +20,6 @@ from megatron_lowbit.numerics.block_formats import FORMATS
 
 ENTRY_POINTS = "megatron_lowbit.formats"
 """Group of entry points, each of which names a sequence of formats: ``package.module:FORMATS``."""
-_MODULE_PREFIX = "megatron_lowbit_formats_"
 _contents: dict[str, bytes] = {}  # of the files that were loaded, by module name
 _refusal: ContextVar[str | None] = ContextVar("refusal", default=None)
 
@@ -55,7 +54,7 @@ def load_format_file(path: str) -> str:
         content = file.read_bytes()
     except OSError as error:
         raise ValueError(f"{source}: {error.strerror}") from None
-    name = _MODULE_PREFIX + file.stem
+    name = f"megatron_lowbit_formats_{file.stem}"
     if name in _contents:
         if _contents[name] != content:
             raise ValueError(f"{source}: another {file.name} was loaded before; rename one of them")

@@ -26,7 +26,6 @@ _TABLE_BITS = 8
 _TABLE = 2**_TABLE_BITS
 """Intervals a binade of the inverse of appendix K's f."""
 _REST_BITS = 23 - _TABLE_BITS
-_EXPONENT = 0x7F800000
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _root(x: Tensor, p: float) -> Tensor:
 
 def _power_of_two_below(x: Tensor) -> Tensor:
     """Round normal positive numbers down to powers of two; 0 stays 0."""
-    return (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 @cache

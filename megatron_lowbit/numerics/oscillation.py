@@ -44,9 +44,7 @@ class OscillationReset:
     def step(self, iteration: int, total: int) -> int | None:
         """Return the number of finished iterations of a measurement; None outside of one.
 
-        Args:
-            iteration: finished iterations.
-            total: iterations of the whole run.
+        ``iteration`` is the number of finished iterations of the run, ``total`` of all.
         """
         first = round(self.start * total) if self.start < 1 else int(self.start)
         step = (iteration - first) % self.period
@@ -79,9 +77,7 @@ class WeightPaths:
     def advance(self, weight: Tensor, quantized: Tensor) -> None:
         """Add the way from the last call's weight and quantized weight; the first call adds none.
 
-        Args:
-            weight: FP32; copied.
-            quantized: FP32, kept.
+        Both are FP32; ``weight`` is copied, ``quantized`` is kept.
         """
         if self._last is not None:
             last, last_quantized = self._last

@@ -35,14 +35,12 @@ GROUP = 16
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
-_MASK_64 = 2**64 - 1
-_ROUNDS = 10
 
 
 def derive_key(*parts: int | str) -> int:
     """Derive a 64-bit key from integers (modulo 2**64) and names, by BLAKE2b of them in order."""
     packed = [
-        _packed(part) if isinstance(part, str) else (part & _MASK_64).to_bytes(8, "little")
+        _packed(part) if isinstance(part, str) else (part % 2**64).to_bytes(8, "little")
         for part in parts
     ]
     digest = hashlib.blake2b(b"".join(packed), digest_size=8).digest()
@@ -137,7 +135,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
     """Run ten rounds of Philox4x32 on int64 tensors of 32-bit words, broadcast together."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(10):
         # The product wraps as int64; its 64 bits are still the bits of the unsigned product.
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (

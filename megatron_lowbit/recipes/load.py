@@ -26,9 +26,6 @@ MEGATRON_NAMES = {
 }
 """Megatron-LM's names of recipes where ours differ; and for the file of QAT recipes, its first."""
 
-_FAMILY = "qat"
-"""The shipped file that holds several recipes, each by its name."""
-
 _GEMMS = {"forward": (Gemm.FPROP,), "backward": (Gemm.DGRAD, Gemm.WGRAD)}
 """GEMMs that each of two combined recipes gives."""
 
@@ -39,7 +36,7 @@ def shipped_recipes() -> dict[str, Any]:
     folder = files("megatron_lowbit.recipes") / "shipped"
     yaml_files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     recipes = {file.name.removesuffix(".yaml"): file for file in yaml_files}
-    family = recipes.pop(_FAMILY)
+    family = recipes.pop("qat")
     recipes |= dict.fromkeys(_parsed(family.read_text("utf-8")), family)
     return {name: recipes[name] for name in sorted(recipes, key="{}.yaml".format)}
 

@@ -19,7 +19,6 @@ from megatron_lowbit.recipes import load
 from megatron_lowbit.recipes.matchers import OUTPUT_LAYER, Layer
 from megatron_lowbit.recipes.recipe import NORMALIZED, Recipe
 
-HIGH_PRECISION_BITS = 16.0
 _COLUMNS = ("GEMM", "operand", "format", "bits")
 _LAYERS_WIDTH = 16  # columns at least, where a narrow terminal cannot hold all
 
@@ -40,8 +39,6 @@ LINEAR_LAYERS = {
     ),
 }
 """Linear layers of a hybrid's blocks, by the symbol in a pattern; of all experts the first."""
-_LOW_RANK_QUERIES = ("self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj")
-"""Layers in the place of latent attention's first with ``--q-lora-rank``."""
 _PREDICTIONS, _STAGE = "/", "|"
 """Symbols before the blocks of each multi-token prediction, and between pipeline stages."""
 
@@ -57,10 +54,7 @@ def list_recipes() -> None:
 def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Namespace) -> None:
     """Print the precision of each operand of each GEMM of a model's linear layers.
 
-    Args:
-        recipes: one, or fprop's and backward's.
-        overrides: fields to change, as ``--recipe-set`` takes them.
-        shape: the model's layers and norm.
+    ``recipes``: one, or fprop's and backward's. ``shape``: the model's layers and norm.
     """
     if shape.first_last_layers_bf16:
         first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
@@ -110,7 +104,8 @@ def model_layers(
     )
     names = dict(LINEAR_LAYERS)
     if q_lora_rank is not None:
-        names["+"] = _LOW_RANK_QUERIES + names["+"][1:]
+        queries = ("self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj")
+        names["+"] = queries + names["+"][1:]
     for symbol in sorted({*main, *"".join(predictions)}):
         require(
             symbol in names,
@@ -235,6 +230,6 @@ def _rows(group: _Group) -> Iterator[tuple[str, str, str, str]]:
 def _bits(precision: GemmPrecision) -> list[float]:
     """Return the bits per element of both operands."""
     return [
-        HIGH_PRECISION_BITS if quantizer is None else quantizer.format.bits_per_element
+        16.0 if quantizer is None else quantizer.format.bits_per_element
         for quantizer in precision.sides
     ]

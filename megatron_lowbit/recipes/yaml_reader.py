@@ -24,7 +24,6 @@ MAX_DEPTH = 32
 
 _TYPES = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
 _TAGS = [f"tag:yaml.org,2002:{name}" for name in _TYPES]
-_INTEGERS = range(-(2**63), 2**63)
 
 
 def read_yaml(text: str) -> Any:
@@ -127,7 +126,7 @@ class _Loader(yaml.SafeLoader):
         except (ValueError, LookupError, OverflowError):
             problem = f"{reprlib.repr(node.value)} is no {node.tag.rpartition(':')[2]}"
             raise _refused(problem, node.start_mark) from None
-        if isinstance(value, int) and value not in _INTEGERS:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise _refused("an integer of more than 64 bits", node.start_mark)
         if isinstance(value, str) and has_control_characters(value):
             raise _refused(f"control characters in {reprlib.repr(value)}", node.start_mark)

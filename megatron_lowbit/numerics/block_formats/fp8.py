@@ -30,13 +30,12 @@ from megatron_lowbit.numerics.block_format import (
 from megatron_lowbit.numerics.formats import E4M3, E5M2, ElementFormat, decode, encode
 
 TILE = 128
-_EXPONENT_BITS = 0x7F800000
 
 
 def _encode_scale(amax: Tensor, element: ElementFormat, scale_format: str) -> Tensor:
     scale = encode_scale(amax, element.max)
     if scale_format == "pow2":
-        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(amax.isnan(), amax, scale)  # without its mantissa it would be infinity
 
 

@@ -30,7 +30,6 @@ from megatron_lowbit.numerics.formats import ElementFormat
 LOWEST, HIGHEST = -8.0, 7.0
 # On [-8, 7] a float with one exponent bit and two of mantissa has the integers' grid.
 INT4 = ElementFormat("int4", 1, 2, max=HIGHEST, min_normal=4.0)
-_HALF_RANGE = (HIGHEST - LOWEST) / 2
 _EPSILON = 2.0**-7
 
 
@@ -58,7 +57,7 @@ class INT4Group(BlockFormat):
         groups = blocks(x, 1, self.block)
         largest = block_amax(groups)
         # A tensor over a tensor: torch turns tensor / number into tensor * (1 / number).
-        scale = _round_to_bf16(largest / torch.full_like(largest, _HALF_RANGE))
+        scale = _round_to_bf16(largest / torch.full_like(largest, (HIGHEST - LOWEST) / 2))
         scale = torch.where(scale == 0, _EPSILON, scale)
         steps = (groups / scale).view(x.shape)
         if uniform is None:

@@ -25,7 +25,6 @@ OUTER, INNER = 128, 16
 _INNER_BLOCKS = OUTER // INNER
 _OUTER_BYTES = 4
 _SCALE_BYTES = _OUTER_BYTES + _INNER_BLOCKS
-_SMALLEST_SCALE = 2.0**-9
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class TetraJet2(BlockFormat):
         inner = (tiles.abs().amax(dim=-1) / outer) / six
         inner = encode(inner, E4M3).to(torch.float32)
         if uniform is not None:
-            inner = torch.where(inner == 0, torch.full_like(inner, _SMALLEST_SCALE), inner)
+            inner = torch.where(inner == 0, torch.full_like(inner, 2.0**-9), inner)
         # A zero stays one, where its inner scale is 0.
         scaled = torch.where(tiles == 0, tiles, tiles / (outer * inner).unsqueeze(-1))
         codes = encode(scaled.view(x.shape), E2M1, uniform)
