@@ -14,8 +14,6 @@ _PLACES = {
 }  # fmt: skip
 """Errors of the operating system that say that a path or a disk is unfit."""
 
-_LONGEST = 400
-"""Characters of a library's message."""
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -84,7 +82,7 @@ def as_user_error(message: str) -> Iterator[None]:
     except (UserError, TrainingError, OSError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        why = shorten(f"{type(error).__name__}: {error}", _LONGEST)
+        why = shorten(f"{type(error).__name__}: {error}", 400)
         raise UserError(f"{message} ({why})") from error
 
 

@@ -86,11 +86,9 @@ class Entries:
         self._content, self._source = as_object(content, source), source
 
     def __len__(self) -> int:
-        """Return the number of entries."""
         return len(self._content)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the keys of the entries."""
         return iter(self._content)
 
     def integer(

@@ -49,7 +49,6 @@ _GRAPH = "CUDA graphs need a GPU"
 _DISPATCH = "its dispatcher needs a GPU"
 _FSDP = "Megatron FSDP and FSDP2 need a GPU"
 _NCCL = "NCCL needs GPUs"
-_FAULTS = "it looks for faults of GPUs"
 _HYBRID_LAYERS = (
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
@@ -62,7 +61,7 @@ _REPLACED = (
     _Row("--spec", _TE, _HYBRID_LAYERS),
     _Row("--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",),
          ("--async-strategy", "mcore")),
-    _Row("--rerun-mode", _FAULTS, ("validate_results", "report_stats"),
+    _Row("--rerun-mode", "it looks for faults of GPUs", ("validate_results", "report_stats"),
          ("--rerun-mode", "disabled")),
     _Row("--attention-backend", _KERNEL, ("flash", "fused", "local")),
     _Row("--dsa-kernel-backend", _KERNEL, ("tilelang", "cudnn")),

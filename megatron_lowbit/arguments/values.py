@@ -34,15 +34,10 @@ def _up_to(high: int, low: int = 0) -> _Range:
 
 
 _LARGEST = 2**63 - 1
-_LARGEST_SEED = 2**32 - 2**20
-"""Largest seed: Megatron-LM adds offsets of ranks, and NumPy accepts 32 bits."""
 _MOST_LAYERS = 100_000
 _MOST_PROCESSES = 256
 _MOST_MINUTES = 1_000_000
 _TINY, _HUGE = math.ulp(0), math.nextafter(math.inf, 0)
-
-_INDEX_BYTES = 12
-"""Smallest size of a sample's index: two 32-bit numbers for its position, one for its order."""
 
 _INT = _Range(0, _LARGEST, "an integer from 0 to 2**63 - 1")
 _FLOAT = _Range(0, _HUGE, "finite and not negative")
@@ -60,7 +55,8 @@ _RULES = (
     (r"dist-ckpt-workers|num-dataset-builder-threads", _up_to(_MOST_PROCESSES, 1)),
     (r"num-workers|.*-decode-threads", _up_to(_MOST_PROCESSES)),
     (r"world-size", _up_to(1_000_000, 1)),
-    (r"seed", _up_to(_LARGEST_SEED, 1)),
+    # Megatron-LM adds offsets of ranks, and NumPy accepts 32 bits.
+    (r"seed", _up_to(2**32 - 2**20, 1)),
     (r".*-port", _up_to(65535)),
     (r"distributed-timeout-minutes", _up_to(_MOST_MINUTES, 1)),
     (r"distributed-timeout-seconds-.*", _up_to(60 * _MOST_MINUTES, 1)),
@@ -230,9 +226,6 @@ def check_samples(args: Namespace) -> None:
 
     Megatron-LM builds the indices before training: each sample's position in the data and order.
 
-    Args:
-        args: Megatron-LM's validated arguments.
-
     Raises:
         UserError: training, or all evaluations together, have too many samples.
     """
@@ -249,7 +242,7 @@ def check_samples(args: Namespace) -> None:
 
 
 def _check_index(argument: str, samples: int) -> None:
-    needed = samples * _INDEX_BYTES
+    needed = 12 * samples  # Two 32-bit numbers for a sample's position, one for its order.
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     require(
         needed <= memory,

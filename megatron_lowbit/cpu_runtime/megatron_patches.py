@@ -113,9 +113,6 @@ def _reduce_scatter_uneven(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     return parts.unflatten(0, (ranks, rows)).sum(dim=0)
 
 
-# -- random states ---------------------------------------------------------------------------------
-
-
 def with_seed(state: Tensor, seed: int) -> Tensor:
     """Return a state that draws the same numbers, but has another ``torch.initial_seed()``.
 
@@ -175,9 +172,6 @@ def with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
         return loader
 
     return build_loader
-
-
-# -- Transformer Engine's interfaces ---------------------------------------------------------------
 
 
 class GroupStepAdam(torch.optim.Adam):

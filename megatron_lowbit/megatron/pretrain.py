@@ -22,8 +22,6 @@ from megatron_lowbit.megatron.run import errors
 from megatron_lowbit.megatron.run.bad_iterations import skip_bad_iterations
 from megatron_lowbit.storage import files
 
-_AFTER_TRAINING = " on validation set"
-"""End of Megatron-LM's name of the validation after training."""
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 
 
@@ -153,7 +151,7 @@ def validate_once() -> Iterator[None]:
     validated: set[str] = set()
 
     def evaluate(prefix: str, *arguments: Any, **settings: Any) -> None:
-        iteration = prefix.removesuffix(_AFTER_TRAINING)
+        iteration = prefix.removesuffix(" on validation set")  # the end of it after training
         if iteration == prefix or iteration not in validated:
             validated.add(prefix)
             upstream(prefix, *arguments, **settings)

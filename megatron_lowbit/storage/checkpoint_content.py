@@ -27,8 +27,6 @@ from megatron_lowbit.errors import requiring
 from megatron_lowbit.json_files import MAX_DEPTH, is_inside
 
 _MOST_VALUES = 1_000_000
-_MOST_BITS = 4096
-"""Size of an integer that Python still prints."""
 
 
 def _is_count(value: Any) -> bool:
@@ -186,7 +184,8 @@ def _check_size(state: Any, source: str) -> None:
         total += len(level)
         check(total <= _MOST_VALUES, f"more than {_MOST_VALUES:,} values")
         longest = max((value.bit_length() for value in level if type(value) is int), default=0)
-        check(longest <= _MOST_BITS, f"an integer of {longest:,} bits")
+        # Python prints integers up to this size.
+        check(longest <= 4096, f"an integer of {longest:,} bits")
         if not level:
             return
     check(False, f"nested more than {MAX_DEPTH} deep")

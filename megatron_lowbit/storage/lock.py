@@ -15,7 +15,6 @@ from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.json_files import Entries, parse_json
 
 LOCK = ".lock"
-_HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderLock:
@@ -81,7 +80,7 @@ class FolderLock:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _HELD:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
             reason = f"cannot be locked ({error.strerror}): a second run would not be noticed"
             say(f"{self._file}: {reason}")

@@ -82,9 +82,6 @@ def _refuse(name: Path | str, error: Exception) -> NoReturn:
     raise UserError(f"{name}: damaged ({type(error).__name__})") from None
 
 
-# -- readers ---------------------------------------------------------------------------------------
-
-
 def _read_metadata(reader: FileSystemReader, *_: Any, **settings: Any) -> Metadata:
     """Read a checkpoint's ``.metadata``, confined to data: torch's ``read_metadata`` without code.
 

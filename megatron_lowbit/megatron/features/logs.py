@@ -85,11 +85,7 @@ class QuantizationLog(Feature):
 class Measurement:
     """Measurement of every quantized layer over the first microbatch of the present iteration.
 
-    Layers that normalize their own input are not measured.
-
-    Args:
-        chunks: this rank's part of the model.
-        iteration: finished iterations.
+    Layers that normalize their own input are not measured. ``iteration``: finished iterations.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], iteration: int) -> None:

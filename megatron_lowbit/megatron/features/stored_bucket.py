@@ -47,10 +47,7 @@ def cut_rows(
 class Packed:
     """Tensors one after another in one, of which each rank has a contiguous part to send.
 
-    Args:
-        parts: shape and cuts of each tensor.
-        dtype: of all tensors.
-        device: where they are.
+    ``parts``: shape and cuts of each tensor.
     """
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:

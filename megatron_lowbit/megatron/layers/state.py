@@ -24,7 +24,6 @@ from megatron_lowbit.recipes import OPERANDS, Layer, LinearPrecision
 _BLOCK = re.compile(r"(?P<where>.*?\blayers)\.\d+")
 _GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc\d)\.(\d+)$")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+")
-_MTP = "mtp."
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def layer_of(chunk: torch.nn.Module, name: str, first_expert: int) -> Layer | No
     path = f"{match['where']}.{number}{name[match.end() :]}"
     path = _GROUPED.sub(r"local_experts.\2.\1", path)
     path = _EXPERT.sub(lambda expert: str(int(expert[0]) + first_expert), path)
-    return Layer(path, number + (num_blocks if name.startswith(_MTP) else 0), num_blocks)
+    return Layer(path, number + (num_blocks if name.startswith("mtp.") else 0), num_blocks)
 
 
 def first_local_expert(config: TransformerConfig) -> int:

@@ -21,8 +21,6 @@ from megatron_lowbit.json_files import parse_json
 from megatron_lowbit.megatron import compatibility
 
 NOTES = "bad_iterations.json"
-_NOT_FINITE = "Unexpected result"
-"""Part of Megatron-LM's message for values that are not finite, with reruns disabled."""
 
 
 @contextmanager
@@ -46,7 +44,7 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _NOT_FINITE not in str(error):
+        if "Unexpected result" not in str(error):  # Megatron-LM's message with reruns disabled
             raise
         failed = args.curr_iteration + 1
         trouble = f"iteration {failed}: loss or gradients are not finite"

@@ -12,13 +12,6 @@ from megatron_lowbit.data.conversations import Conversation, Conversations
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.megatron.run.errors import say_on_rank_0
 
-_UNMASKED = ("default", "identity")
-"""Formats of Megatron-LM's SFTTokenizer that count every token."""
-_MARK = "{% generation"
-"""Tag by which templates of transformers mark what the assistant generates."""
-_FILLER = 0
-"""Token id where nothing is read: after a conversation's end, and of labels without a loss."""
-
 
 class ConversationError(UserError):
     """Conversation of the data that cannot be tokenized.
@@ -63,9 +56,7 @@ class ConversationTokenizer:
 def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTokenizer:
     """Return the interface to a tokenizer; raise UserError if it cannot tokenize conversations.
 
-    Args:
-        tokenizer: Megatron-LM's tokenizer.
-        prompt_format: value of ``--sft-tokenizer-prompt-format``.
+    ``prompt_format``: value of ``--sft-tokenizer-prompt-format``.
     """
     library = getattr(tokenizer, "library", None)
     if library == "sft":
@@ -74,7 +65,7 @@ def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTo
             f"--sft-tokenizer-prompt-format {prompt_format}: its tokens are not in the tokenizer; "
             "--tokenizer-type HuggingFaceTokenizer formats by the model's own chat template",
         )
-        masked = "all tokens" if prompt_format in _UNMASKED else "only answers"
+        masked = "all tokens" if prompt_format in ("default", "identity") else "only answers"
         say_on_rank_0(f"--sft: the format {prompt_format}, {masked} in the loss")
     else:
         require(library == "huggingface", "--sft: needs --tokenizer-type HuggingFaceTokenizer, or "
@@ -94,7 +85,7 @@ def _tokenize(tokenizer: Any, conversation: Conversation) -> tuple[np.ndarray, n
     They are what the template marks, if it marks anything. Otherwise an answer is what follows the
     prompt for it, up to the end of its message.
     """
-    is_marked = _MARK in tokenizer.chat_template
+    is_marked = "{% generation" in tokenizer.chat_template
     encoded = tokenizer.apply_chat_template(
         conversation,
         return_dict=True,
@@ -175,5 +166,5 @@ class ConversationDataset(SFTDataset):
         if not sample["loss_mask"].any():
             say(f"{where}: no answer within --seq-length, not in the loss")
         for name in ("tokens", "labels"):
-            sample[name][sample[name] == IGNORE_INDEX] = _FILLER
+            sample[name][sample[name] == IGNORE_INDEX] = 0  # Nothing reads it.
         return sample

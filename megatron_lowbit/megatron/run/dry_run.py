@@ -54,9 +54,6 @@ class Stage(NamedTuple):
 def dry_run(args: Namespace) -> None:
     """Print the recipe, the parameters, and the planned memory and time of a run.
 
-    Args:
-        args: validated arguments, with the world size of the described run.
-
     Raises:
         UserError: the model cannot be built, or its layers or CUDA graphs do not suit the recipe.
     """
@@ -131,10 +128,7 @@ class _PlannedEngine(Engine):
 def rank_of_stage(args: Namespace, stage: int, replicas: int = 1) -> Iterator[None]:
     """Initialize this process as the first rank of a pipeline stage in a fake process group.
 
-    Args:
-        args: validated arguments.
-        stage: number of the pipeline stage.
-        replicas: number of data-parallel replicas, which does not change the model.
+    ``replicas``: number of data-parallel replicas, which does not change the model.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

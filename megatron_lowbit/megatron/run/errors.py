@@ -20,8 +20,6 @@ from megatron_lowbit.errors import TrainingError, UserError, error_behind, print
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_TEXT = "unexpected pos"
 """Part of the message of torch's checkpoint writer in C++, which raises no OSError."""
-_GROUPS = "parallel_state.py"
-"""Megatron-LM's file that makes process groups."""
 _NO_MEMORY_TEXT = "can't allocate memory"
 """Part of torch's message on a CPU, which is no MemoryError."""
 
@@ -88,7 +86,7 @@ def translate_assertions() -> Iterator[None]:
         yield
     except (AssertionError, RuntimeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        is_check = isinstance(error, AssertionError) or frame.filename.endswith(_GROUPS)
+        is_check = isinstance(error, AssertionError) or frame.filename.endswith("parallel_state.py")
         if f"{os.sep}megatron{os.sep}" not in frame.filename or not is_check:
             raise
         source = f"{Path(frame.filename).name}:{frame.lineno}"

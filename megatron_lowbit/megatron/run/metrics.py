@@ -21,21 +21,14 @@ _NAMES = {
     "throughput": "model_tflops_per_second",
 }
 """Names in the file by Megatron-LM's; in other names, underscores replace blanks."""
-_REPEATED = " vs samples"
-_LONGEST_LINE = 1 << 20
 
 
 class MetricsWriter:
     """Writer of one JSON object for each iteration; all calls are forwarded to TensorBoard.
 
     Lines are written every ``log_interval`` iterations, so that not every iteration waits for the
-    GPU, and before a checkpoint is saved.
-
-    Args:
-        directory: folder of metrics.jsonl.
-        board: TensorBoard's SummaryWriter, or None.
-        log_interval: iterations between writes.
-        tokens: tokens of an iteration.
+    GPU, and before a checkpoint is saved. ``board`` is TensorBoard's SummaryWriter or None,
+    ``tokens`` the number of an iteration's tokens.
     """
 
     def __init__(self, directory: Path, board: Any, log_interval: int, tokens: int) -> None:
@@ -52,7 +45,7 @@ class MetricsWriter:
         """Add a number or one-element tensor of an iteration."""
         if self._board is not None:
             self._board.add_scalar(name, value, step, **settings)
-        if name.endswith(_REPEATED):
+        if name.endswith(" vs samples"):
             return
         if self._rows and step not in self._rows and max(self._rows) % self._interval == 0:
             self._write()
@@ -147,7 +140,7 @@ def check_metrics(directory: Path) -> None:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        line = file.readline(_LONGEST_LINE)
+        line = file.readline(1 << 20)
     require(
         not line.endswith(b"\n") or math.isfinite(_iteration_of(line)),
         f"{path}: line 1 has no iteration, so the file is of another program; move it",
