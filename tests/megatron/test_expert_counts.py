@@ -60,12 +60,12 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models o
 
 @contextmanager
 def moe_layer(model: str):
-    """Build a model under a recipe, without the feature; yield its MoE layer."""
+    """Build the model of arguments under a recipe, without the feature; yield its MoE layer."""
     with pytest.MonkeyPatch.context() as patch, teardown():
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         patch.setattr(ExpertCounts, "is_on", lambda args, recipe: False)
         patch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-        config = model_config_of(parse_arguments(shlex.split(ARGUMENTS + MODELS[model])))
+        config = model_config_of(parse_arguments(shlex.split(ARGUMENTS + model)))
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
@@ -113,7 +113,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @on_a_cpu
 @pytest.mark.parametrize("model", MODELS)
 def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
-    with moe_layer(model) as layer:
+    with moe_layer(MODELS[model]) as layer:
         expected = results(layer)
         assert not overridden(layer)
         install(layer)
@@ -124,7 +124,7 @@ def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
 @on_a_cpu
 def test_experts_need_no_more_than_a_graph_of_the_router_returns():
     """Graphs of other passes change what else the dispatcher keeps."""
-    with moe_layer("nvfp4") as layer:
+    with moe_layer(MODELS["nvfp4"]) as layer:
         expected = results(layer)
         install(layer)
         dispatcher = layer.token_dispatcher
@@ -174,7 +174,7 @@ def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
             return super().on_host()
 
     monkeypatch.setattr(expert_counts, "DeviceCounts", Counts)
-    with moe_layer(model) as layer:
+    with moe_layer(MODELS[model]) as layer:
         install(layer)
         results(layer)
         assert not hasattr(layer.token_dispatcher, "d2h_event")
@@ -200,7 +200,7 @@ EXCLUDED = [
 
 @on_a_cpu
 def test_other_dispatchers_and_experts_are_left_alone():
-    with moe_layer("nvfp4") as layer:
+    with moe_layer(MODELS["nvfp4"]) as layer:
         for name, value in EXCLUDED:
             owner, _, attribute = name.partition(".")
             with pytest.MonkeyPatch.context() as patch:
