@@ -69,6 +69,7 @@ class Run(NamedTuple):
         on_gpu: True where it runs on GPUs.
         in_bf16: True for BF16 weights, which a CPU has with quantized parameters only.
         from_seed: True if it starts from random weights instead of a common checkpoint.
+        alltoall: True for a reference whose tokens are dispatched as graphs of experts need it.
         seed: of random weights and mock data; None for Megatron-LM's default.
     """
 
@@ -78,12 +79,13 @@ class Run(NamedTuple):
     on_gpu: bool
     in_bf16: bool = False
     from_seed: bool = False
+    alltoall: bool = False
     seed: int | None = None
 
     @property
     def key(self) -> str:
         """Name that no other run has."""
-        extra = [name for name in ("in_bf16", "from_seed") if getattr(self, name)]
+        extra = [name for name in ("in_bf16", "from_seed", "alltoall") if getattr(self, name)]
         extra += [] if self.seed is None else [f"seed-{self.seed}"]
         return " ".join((self.layers, self.recipe, *self.features, *extra))
 
@@ -98,6 +100,11 @@ class Run(NamedTuple):
     def models(self) -> set[str]:
         """Changes of the model and of the recipe."""
         return {FEATURES[name].model for name in self.features} - {""}
+
+    @property
+    def captures_experts(self) -> bool:
+        """True for graphs of layers with experts."""
+        return "graphs" in self.features and "experts" in self.models
 
     @property
     def judged(self) -> int:
@@ -139,7 +146,8 @@ class Run(NamedTuple):
         else:
             kept = {name for name, feature in FEATURES.items()
                     if not feature.sizes and feature.model in self.models}  # fmt: skip
-        return self._replace(features=tuple(name for name in FEATURES if name in kept))
+        features = tuple(name for name in FEATURES if name in kept)
+        return self._replace(features=features, alltoall=self.captures_experts)
 
     def start(self) -> "Run":
         """Return the run of one process whose weights it starts from."""
@@ -194,8 +202,13 @@ class Run(NamedTuple):
         if "VPP" in self.features and "hybrid" not in self.models:
             words.append("--num-layers-per-virtual-pipeline-stage 1")
         if "graphs" in self.features:
-            implementation = "local" if self.layers == "te" else "transformer_engine"
+            local = self.layers == "te" and not self.captures_experts
+            implementation = "local" if local else "transformer_engine"
             words.append(f"--cuda-graph-impl {implementation} --cuda-graph-warmup-steps 1")
+        if self.captures_experts:
+            words.append(DECLARED["parts"])
+        if self.captures_experts or self.alltoall:
+            words.append(DECLARED["dispatcher"][self.layers])
         if self.on_gpu:
             # Sums in one order; TE splits sequences over ranks in its other implementations only.
             backend = "auto" if "CP2" in self.features else "unfused"

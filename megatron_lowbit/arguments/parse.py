@@ -52,8 +52,9 @@ _OF_QUANTIZED_LAYERS = (
     "--eval-precision", "--quantization-engine", "--log-quantization-error-interval", *BF16_BLOCKS,
 )  # fmt: skip
 OF_GPUS = (
-    "cuda_graph_impl", "transformer_impl", "masked_softmax_fusion", "bias_swiglu_fusion",
-    "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
+    "cuda_graph_impl", "cuda_graph_modules", "transformer_impl", "masked_softmax_fusion",
+    "bias_swiglu_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
+    "moe_token_dispatcher_type",
 )  # fmt: skip
 """Attributes that a CPU changes and that decide what a run on GPUs supports."""
 _NEVER = 10**9

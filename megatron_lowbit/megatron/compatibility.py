@@ -25,7 +25,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     """
     described = on_described_machine(args)
     rows = [attention_mask(described), local_layers(described), fused_loss(described)]
-    rows += [saves(args), gemma_layers(args)]
+    rows += [graphs_of_experts(described), saves(args), gemma_layers(args)]
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -100,6 +100,36 @@ def fused_loss(args: Namespace) -> Rows:
     return {
         f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion": (
             name in LOSSES and not args.cross_entropy_loss_fusion
+        ),
+    }
+
+
+def graphs_of_experts(args: Namespace) -> Rows:
+    """Return CUDA graphs that cannot be captured: a dispatcher waits for the CPU inside of them."""
+    implementation, pattern = args.cuda_graph_impl, args.hybrid_layer_pattern
+    # Padded to its capacity, each expert has the same number of tokens in every micro batch.
+    if (
+        not args.num_experts
+        or implementation not in ("local", "transformer_engine")
+        or args.moe_token_dispatcher_type not in ("allgather", "alltoall")
+        or args.moe_pad_expert_input_to_capacity
+    ):
+        return {}
+    modules = {getattr(module, "name", module) for module in args.cuda_graph_modules}
+    is_whole = modules <= {"full"}  # a deprecated name for no modules
+    is_local = implementation == "local"  # captures moe_preprocess together with moe_router
+    prepares = "moe_preprocess" in modules or (is_local and "moe_router" in modules)
+    in_gpt = is_local and pattern is None
+    flag = f"--cuda-graph-impl {implementation} with --num-experts {args.num_experts}"
+    parts = ["attn", *(["mamba"] if pattern else []), "moe_router", "moe_preprocess"]
+    named = f"--cuda-graph-modules {' '.join(parts)} --moe-token-dispatcher-type alltoall"
+    return {
+        f"{flag}: a capture cannot wait for token counts, and local graphs of a GPT have no parts "
+        f"without experts; give --cuda-graph-impl transformer_engine {named}": in_gpt,
+        f"{flag}: a capture of whole layers cannot wait for token counts; give {named}": is_whole,
+        "--moe-router-padding-for-quantization with --cuda-graph-modules moe_preprocess: a capture "
+        "cannot wait for numbers of padded tokens; leave out the padding": (
+            args.moe_router_padding_for_quantization and prepares
         ),
     }
 
@@ -190,13 +220,13 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
             implementation == "full_iteration"
         ),
         "it cannot capture again where the recipe switches; use local": (
-            implementation == "transformer_engine" and recipe.switches
+            implementation == "transformer_engine" and recipe.switches and not args.num_experts
         ),
         "it replays training's graphs in evaluation; use --eval-precision recipe": (
             is_local and evaluates
         ),
         "it cannot capture experts' layers again where the recipe switches; use no switch": (
-            is_local and recipe.switches and args.num_experts
+            recipe.switches and args.num_experts
         ),
         "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": any(
             map(_reads_signs, recipe.precisions())

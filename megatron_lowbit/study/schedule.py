@@ -38,6 +38,7 @@ def pace_of(job: Job, gpu: str) -> Pace:
         plan = plan_run(training_words(job), gpu, gpus=1, as_given=True)
         if not plan.tokens:
             raise UserError("its arguments give no --train-iters")
+        compatibility.refuse(compatibility.graphs_of_experts(plan.args))
         compatibility.refuse(compatibility.cuda_graphs(plan.args, plan.recipe))
     except UserError as error:
         raise UserError(f"run {job.name!r}: {error}") from error

@@ -136,6 +136,26 @@ def test_a_seed_is_that_of_all_runs_of_a_pair(tmp_path):
         assert words[words.index("--seed") + 1] == "3"
 
 
+@pytest.mark.parametrize("layers", ["local", "te"])
+@pytest.mark.parametrize("features", [("graphs", "MoE"), ("EP2", "graphs"), ("ETP2", "graphs")])
+def test_graphs_of_experts_are_of_parts_and_compared_with_their_dispatcher(
+    features, layers, tmp_path
+):
+    one = Run(features, layers, "nvfp4", on_gpu=True, in_bf16=True)
+    reference = one.reference()
+    assert reference.key == f"{layers} nvfp4 MoE in_bf16 alltoall"
+    words, of_reference = (" ".join(run.arguments(tmp_path)) for run in (one, reference))
+    graphs = "--cuda-graph-impl transformer_engine"
+    assert graphs in words and graphs not in of_reference
+    assert "--cuda-graph-modules attn moe_router moe_preprocess" in words
+    for line in (words, of_reference):
+        assert "--moe-token-dispatcher-type alltoall" in line
+        assert ("--moe-permute-fusion" in line) == (layers == "te")
+    dense = one._replace(features=("graphs", "MLA")).arguments(tmp_path)
+    assert ("local" in dense[dense.index("--cuda-graph-impl") + 1]) == (layers == "te")
+    assert "--cuda-graph-modules" not in dense
+
+
 def test_every_pair_has_a_run_of_its_own():
     runs = list(runs_of("te", "nvfp4", on_gpu=True))
     assert len(runs) == len({one.key for one in runs}) == len(PAIRS) == 23 * 24 // 2

@@ -10,6 +10,9 @@ from megatron_lowbit.megatron.recipe_hook import use_recipe
 from megatron_lowbit.megatron.run.workarounds import train_biases_of_experts
 from megatron_lowbit.recipes import load_recipe
 
+# isort: split
+from megatron.core.transformer.enums import CudaGraphModule
+
 USUAL = {
     "transformer_impl": "local", "multi_latent_attention": False, "tensor_model_parallel_size": 1,
     "num_experts": None, "add_bias_linear": True, "fused_allreduce_norm": False, "recipe_set": [],
@@ -186,7 +189,11 @@ def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
             "another microbatch's random keys",
         ),
         ("nvfp4", SWITCH, {"cuda_graph_impl": "transformer_engine"}, "where the recipe switches"),
-        ("nvfp4", SWITCH, {"num_experts": 4}, "where the recipe switches"),
+        ("nvfp4", SWITCH, {"num_experts": 4}, "where the recipe switches; use no switch"),
+        (
+            "nvfp4", SWITCH, {"cuda_graph_impl": "transformer_engine", "num_experts": 4},
+            "where the recipe switches; use no switch",
+        ),
         ("tetrajet2", FRESH, {}, "fresh signs of a format without kernels"),
     ],
 )  # fmt: skip
@@ -201,3 +208,51 @@ def test_what_cuda_graphs_take():
     check_graphs("nvfp4", SWITCH)
     # Runs without evaluation need no precision for it.
     check_graphs("nvfp4", [], eval_precision="bf16", eval_iters=0)
+
+
+EXPERTS = {
+    **GRAPHS, "cuda_graph_impl": "transformer_engine", "num_experts": 4, "cuda_graph_modules": [],
+    "moe_token_dispatcher_type": "alltoall", "moe_pad_expert_input_to_capacity": False,
+    "moe_router_padding_for_quantization": False,
+}  # fmt: skip
+PARTS = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
+LOCAL, PADDED = {"cuda_graph_impl": "local"}, {"moe_router_padding_for_quantization": True}
+HYBRID = {"hybrid_layer_pattern": "ME*E"}
+
+
+def check_experts(**changes: object) -> None:
+    compatibility.refuse(compatibility.graphs_of_experts(Namespace(**EXPERTS | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "way_out"),
+    [
+        ({}, "give --cuda-graph-modules attn moe_router moe_preprocess"),
+        ({"cuda_graph_modules": ["full"]}, "give --cuda-graph-modules attn moe_router"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type alltoall"),
+        (HYBRID | LOCAL, "give --cuda-graph-modules attn mamba moe_router moe_preprocess"),
+        (LOCAL, "give --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"),
+        (LOCAL | {"cuda_graph_modules": PARTS}, "give --cuda-graph-impl transformer_engine"),
+        (PADDED | {"cuda_graph_modules": PARTS}, "leave out the padding"),
+        (HYBRID | LOCAL | PADDED | {"cuda_graph_modules": PARTS[:2]}, "leave out the padding"),
+    ],
+)
+def test_graphs_that_a_dispatcher_would_wait_in_are_refused(changes, way_out):
+    with pytest.raises(UserError, match=way_out):
+        check_experts(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cuda_graph_modules": PARTS},
+        HYBRID | LOCAL | {"cuda_graph_modules": PARTS},
+        PADDED | {"cuda_graph_modules": PARTS[:2]},
+        {"num_experts": None},
+        {"cuda_graph_impl": "none"},
+        {"moe_token_dispatcher_type": "flex"},
+        {"moe_pad_expert_input_to_capacity": True},
+    ],
+)
+def test_graphs_of_parts_and_of_padded_experts_are_taken(changes):
+    check_experts(**changes)

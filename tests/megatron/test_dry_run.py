@@ -254,6 +254,14 @@ def test_cuda_graphs_are_described_where_they_cannot_run(capsys):
     assert waits(f"{graphs} --eval-iters 0") < waits(f"{LAYERS} --fp4-recipe nvfp4 --eval-iters 0")
 
 
+def test_graphs_of_experts_are_described_by_their_parts(capsys):
+    experts = f"{LAYERS} --fp4-recipe nvfp4 --eval-iters 0 --num-experts 2 --disable-bias-linear"
+    graphs = f"{experts} --cuda-graph-impl transformer_engine"
+    with pytest.raises(UserError, match="give --cuda-graph-modules attn moe_router"):
+        run(graphs, capsys)
+    run(f"{graphs} --cuda-graph-modules attn moe_router moe_preprocess", capsys)
+
+
 def test_cuda_graphs_on_gpus_are_those_that_megatron_lm_makes_of_the_arguments(monkeypatch):
     graphs = "--cuda-graph-impl local --eval-iters 0"
     here = parse(f"{LAYERS} {graphs}")
