@@ -214,19 +214,18 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
         return {}
     is_local = implementation == "local"
     evaluates = (args.eval_iters or args.full_validation) and args.eval_precision != "recipe"
+    in_gpt = args.num_experts and args.hybrid_layer_pattern is None
+    way_out = "use no switch" if in_gpt else "use local"
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
     reasons = {
         "random keys are filled in before each microbatch, which it replays as one; use local": (
             implementation == "full_iteration"
         ),
-        "it cannot capture again where the recipe switches; use local": (
-            implementation == "transformer_engine" and recipe.switches and not args.num_experts
+        f"it cannot capture again where the recipe switches; {way_out}": (
+            not is_local and recipe.switches
         ),
         "it replays training's graphs in evaluation; use --eval-precision recipe": (
             is_local and evaluates
-        ),
-        "it cannot capture experts' layers again where the recipe switches; use no switch": (
-            recipe.switches and args.num_experts
         ),
         "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": any(
             map(_reads_signs, recipe.precisions())

@@ -164,6 +164,7 @@ def test_parts_of_gemma_that_do_not_go_together_are_refused(changes, named):
 # -- CUDA graphs -----------------------------------------------------------------------------------
 
 GRAPHS = {**USUAL, "cuda_graph_impl": "local", "eval_precision": "recipe", "eval_iters": 10}
+HYBRID = {"hybrid_layer_pattern": "ME*E"}
 SWITCH = ["switches.heal={iteration: 4, to: bf16}"]
 # TetraJet-v2's format has no kernels; with fixed signs nothing of a GPU's memory is read.
 FRESH = [f"{gemm}.hadamard.signs=fresh" for gemm in ("dgrad", "wgrad")]
@@ -188,8 +189,15 @@ def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
             "nvfp4", [], {"recompute_granularity": "selective", "pipeline_model_parallel_size": 2},
             "another microbatch's random keys",
         ),
-        ("nvfp4", SWITCH, {"cuda_graph_impl": "transformer_engine"}, "where the recipe switches"),
-        ("nvfp4", SWITCH, {"num_experts": 4}, "where the recipe switches; use no switch"),
+        (
+            "nvfp4", SWITCH, {"cuda_graph_impl": "transformer_engine"},
+            "where the recipe switches; use local",
+        ),
+        (
+            "nvfp4", SWITCH,
+            {"cuda_graph_impl": "transformer_engine", "num_experts": 4, **HYBRID},
+            "where the recipe switches; use local",
+        ),
         (
             "nvfp4", SWITCH, {"cuda_graph_impl": "transformer_engine", "num_experts": 4},
             "where the recipe switches; use no switch",
@@ -206,6 +214,7 @@ def test_what_cuda_graphs_take():
     for name in ("nvfp4", "tetrajet2", "quartet2", "mxfp4-backward"):
         check_graphs(name, [])
     check_graphs("nvfp4", SWITCH)
+    check_graphs("nvfp4", SWITCH, num_experts=4, **HYBRID)
     # Runs without evaluation need no precision for it.
     check_graphs("nvfp4", [], eval_precision="bf16", eval_iters=0)
 
@@ -217,7 +226,6 @@ EXPERTS = {
 }  # fmt: skip
 PARTS = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
 LOCAL, PADDED = {"cuda_graph_impl": "local"}, {"moe_router_padding_for_quantization": True}
-HYBRID = {"hybrid_layer_pattern": "ME*E"}
 
 
 def check_experts(**changes: object) -> None:

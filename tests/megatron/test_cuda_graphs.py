@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import cuda_graphs as upstream_graphs
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, lowbit_linear
@@ -136,20 +137,29 @@ def test_the_output_layer_is_left_out(monkeypatch):
     assert layer.context(UNSHARDED).weight_cache is None
 
 
+ROUTER = [CudaGraphModule.moe_router]
+PREPROCESS = [*ROUTER, CudaGraphModule.moe_preprocess]
+
+
 @pytest.mark.parametrize(
-    ("implementation", "modules", "captured"),
+    ("implementation", "pattern", "modules", "captured"),
     [
-        ("transformer_engine", [CudaGraphModule.attn], "qkv"),
-        ("transformer_engine", [CudaGraphModule.attn, CudaGraphModule.moe_router], "qkv shared"),
-        ("transformer_engine", [CudaGraphModule.moe], "expert shared"),
-        ("transformer_engine", [], "qkv expert shared"),
-        ("local", [CudaGraphModule.attn], "qkv expert shared"),  # of the whole block
+        ("transformer_engine", None, [CudaGraphModule.attn], "qkv"),
+        ("transformer_engine", None, [CudaGraphModule.attn, *ROUTER], "qkv shared"),
+        ("transformer_engine", None, PREPROCESS, "shared fc1_latent_proj"),
+        ("transformer_engine", None, [CudaGraphModule.moe], "expert shared latent"),
+        ("transformer_engine", None, [], "qkv expert shared latent"),
+        ("local", None, [CudaGraphModule.attn], "qkv expert shared latent"),  # the whole block
+        ("local", "*E", [CudaGraphModule.attn], "qkv"),
+        ("local", "*E", PREPROCESS, "shared latent"),
+        ("local", "*E", [], "qkv expert shared latent"),
     ],
 )
 def test_graphs_of_parts_of_blocks_leave_the_others_their_keys(
-    monkeypatch, implementation, modules, captured
+    monkeypatch, implementation, pattern, modules, captured
 ):
-    names = ("qkv", "expert", "shared")
+    captured = captured.replace(" latent", " fc1_latent_proj fc2_latent_proj").split()
+    names = ("qkv", "expert", "shared", "fc1_latent_proj", "fc2_latent_proj")
     block = TransformerLayer.__new__(TransformerLayer)
     torch.nn.Module.__init__(block)
     block.is_moe_layer, block.mlp = True, MoELayer.__new__(MoELayer)
@@ -158,7 +168,7 @@ def test_graphs_of_parts_of_blocks_leave_the_others_their_keys(
         cuda_graph_modules=modules, moe_shared_expert_intermediate_size=64,
         moe_shared_expert_overlap=False,
     )  # fmt: skip
-    made = dict(zip(names, states("nvfp4", "nvfp4", "nvfp4"), strict=True))
+    made = dict(zip(names, states(*["nvfp4"] * len(names)), strict=True))
     made["expert"].is_expert = True
     layers = {name: Linear(state) for name, state in made.items()}
     for name in ("input_layernorm", "pre_cross_attn_layernorm", "cross_attention"):
@@ -166,16 +176,19 @@ def test_graphs_of_parts_of_blocks_leave_the_others_their_keys(
     block.pre_mlp_layernorm, block.mlp.router = IdentityOp(), torch.nn.Identity()
     block.self_attention, block.mlp.experts = layers["qkv"], layers["expert"]
     block.mlp.shared_experts = layers["shared"]
+    for name in names[3:]:
+        setattr(block.mlp, name, layers[name])
     chunk = torch.nn.ModuleList([block])
     chunk.config = block.config
     monkeypatch.setattr(cuda_graphs, "captured", captured_on_cpu)
     graphs = installed(
-        list(made.values()), [chunk], cuda_graph_impl=implementation, cuda_graph_modules=modules
-    )
+        list(made.values()), [chunk], cuda_graph_impl=implementation, cuda_graph_modules=modules,
+        hybrid_layer_pattern=pattern,
+    )  # fmt: skip
     graphs.begin_step(0, training=True)
     for name, state in made.items():
-        assert (state.graph_keys is not None) == (name in captured.split())
-        assert state.weight_cache.stored == (name in captured.split() and name != "expert")
+        assert (state.graph_keys is not None) == (name in captured)
+        assert state.weight_cache.stored == (name in captured and name != "expert")
 
 
 class Linear(torch.nn.Module):
@@ -301,6 +314,39 @@ def test_a_switch_replaces_managers_and_cached_inputs(monkeypatch):
     made.run.current = "another recipe"
     made.begin_step(1, training=True)
     assert layer.made == ["configuration"] and layer(3) is not before
+
+
+def test_a_switch_replaces_managers_of_parts(monkeypatch):
+    """Each calls the layer's own function, as Megatron-LM's manager does, not the one before."""
+
+    class Manager(torch.nn.Module):
+        def __init__(self, config, layer, function_name):
+            super().__init__()
+            function = getattr(layer, function_name)
+            setattr(layer, function_name, lambda x: ("graph", function(x)))
+
+    layer = MoETransformerLayer.__new__(MoETransformerLayer)
+    torch.nn.Module.__init__(layer)
+    layer.config = SimpleNamespace(
+        cuda_graph_impl="local", cuda_graph_modules=PREPROCESS, recompute_granularity=None
+    )
+    parts = ("router", "postprocess")
+    monkeypatch.setattr(upstream_graphs, "CudaGraphManager", Manager)
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    monkeypatch.setattr(cuda_graphs, "delete_cuda_graphs", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for part in parts:
+        monkeypatch.setattr(MoETransformerLayer, f"_forward_mlp_{part}", lambda self, x: x)
+    layer.create_mcore_cudagraph_manager(layer.config)
+    before = dict(layer.named_children())
+    graphs = installed(states("nvfp4"), [torch.nn.Sequential(layer)], overlap_param_gather=True)
+    graphs.run.current = "another recipe"
+    graphs.begin_step(1, training=True)
+    after = dict(layer.named_children())
+    assert before.keys() == after.keys() == {f"cudagraph_manager_{part}" for part in parts}
+    for part in parts:
+        assert after[f"cudagraph_manager_{part}"] is not before[f"cudagraph_manager_{part}"]
+        assert getattr(layer, f"_forward_mlp_{part}")(3) == ("graph", 3)
 
 
 def test_passes_before_a_capture_record_nothing(graphs, monkeypatch):

@@ -183,6 +183,20 @@ def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
     assert Watched.calls == ["tolist"] * passes
 
 
+@on_a_cpu
+def test_a_layer_in_parts_waits_only_for_copies_that_are_made():
+    """Megatron-LM waits on its event; only with another dispatcher there is something to copy."""
+    with moe_layer(MODELS["nvfp4"]) as layer:
+        block = torch.nn.Module()
+        block.mlp, block._router_dtoh_event = layer, (event := object())
+        for experts, waits in ((2, True), (1, False)):
+            layer.token_dispatcher.ep_size = experts
+            ExpertCounts(SimpleNamespace(chunks=[block])).install()
+            assert (block._router_dtoh_event is event) == waits
+        block._router_dtoh_event.record()
+        block._router_dtoh_event.synchronize()
+
+
 EXCLUDED = [
     ("token_dispatcher.ep_size", 2),
     ("token_dispatcher.tp_size", 2),

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import _layer_is_graphable, delete_cuda_graphs
+from megatron.core.transformer.enums import CudaGraphModule
 
 from megatron_lowbit.layers import WeightCache
 from megatron_lowbit.layers.operands import quantize_weight
@@ -25,6 +26,11 @@ from megatron_lowbit.numerics.randomness import key_table
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 
 _T = TypeVar("_T")
+_OF_PARTS = {
+    "cudagraph_manager_router": "_forward_mlp_router",
+    "cudagraph_manager_postprocess": "_forward_mlp_postprocess",
+}
+"""Managers of the parts of a hybrid's layer with experts, and the methods that they replace."""
 
 
 class CudaGraphs(Feature):
@@ -67,13 +73,15 @@ class CudaGraphs(Feature):
         computed together, and their own caches of weights. The output layer is outside of blocks.
         """
         args, states = self.run.args, self.run.states
-        if args.cuda_graph_impl == "transformer_engine" and args.cuda_graph_modules:
+        # Local graphs of a GPT's parts are of its whole blocks.
+        is_local = args.cuda_graph_impl == "local"
+        if args.cuda_graph_modules and not (is_local and args.hybrid_layer_pattern is None):
             parts = [
                 part
                 for chunk in self.run.chunks
                 for block in chunk.modules()
                 if _layer_is_graphable(block, chunk.config)
-                for part in block._get_submodules_under_cudagraphs()
+                for part in _captured_parts(block, is_local)
             ]
             captured = set(layer_states(parts))
             states = [state for state in states if state in captured]
@@ -119,6 +127,10 @@ class CudaGraphs(Feature):
         for chunk in self.run.chunks:
             for module in chunk.modules():
                 if hasattr(module, "create_mcore_cudagraph_manager"):
+                    for manager, method in _OF_PARTS.items():
+                        if hasattr(module, manager):  # which the layer would keep
+                            delattr(module, manager)
+                            delattr(module, method)
                     module.create_mcore_cudagraph_manager(module.config)
                 # Megatron-LM counts the uses of a graph's input on the tensor itself, which
                 # must be another one when it counts again: rotary embeddings are cached.
@@ -141,6 +153,15 @@ class CudaGraphs(Feature):
             operands, self._replay = captured(lambda: [_quantized(*layer) for layer in layers])
             for (_, state), pair in zip(layers, operands, strict=True):
                 state.weight_cache = WeightCache(pair, stored=True)
+
+
+def _captured_parts(block: Any, is_local: bool) -> list[torch.nn.Module]:
+    """Return the parts of a block that graphs capture: Megatron-LM's, and latent projections."""
+    parts, mlp = list(block._get_submodules_under_cudagraphs()), getattr(block, "mlp", None)
+    if CudaGraphModule.moe_preprocess in block.config.cuda_graph_modules:
+        names = ["fc1_latent_proj", *(["fc2_latent_proj"] if is_local else [])]
+        parts += [getattr(mlp, name) for name in names if hasattr(mlp, name)]
+    return parts
 
 
 def _quantized(weight: torch.nn.Parameter, state: LayerState) -> tuple[Any, Any]:

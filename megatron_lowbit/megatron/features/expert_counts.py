@@ -6,6 +6,7 @@ for it. Then it sorts the tokens by expert, although its permutation has put the
 
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -25,6 +26,12 @@ class ExpertCounts(Feature):
             for module in chunk.modules():
                 if isinstance(module, MoELayer) and _suits(module):
                     _take_over(module.token_dispatcher)
+                # In local graphs a hybrid's layer waits for the dispatcher's copies itself.
+                elif hasattr(module, "_router_dtoh_event") and _suits(module.mlp):
+                    module._router_dtoh_event = _NO_EVENT
+
+
+_NO_EVENT = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
 
 
 def _suits(layer: MoELayer) -> bool:
