@@ -8,8 +8,9 @@ A tiny model is trained for a few steps with each pair of ``compose_features.FEA
 each single feature; a feature with itself is a single feature. Two losses and the first gradient
 norm are compared with one process that has the same model and recipe, from the same
 weights. Megatron-FSDP, which does not load them, and quantized parameters are compared with the
-distributed optimizer on the same ranks. A run with a save is also resumed from it, and compared
-with itself. With ``--seeds`` all are run with other weights and data, for the bounds.
+distributed optimizer on the same ranks, and overlapped experts with expert parallelism. A run with
+a save is also resumed from it, and compared with itself. With ``--seeds`` all are run with other
+weights and data, for the bounds.
 
 On a machine without GPUs local layers are examined, with FP32 compute and gloo, and pairs that need
 a GPU are said to need one. On GPUs the model has BF16 weights. Cells that ``--output`` holds are

@@ -38,7 +38,7 @@ class Feature(NamedTuple):
         model: part of the model, or of its recipe, that it changes; the reference has it, too.
         gpu: why it needs a GPU.
         saves: True if the run is resumed from a checkpoint that it has saved.
-        partner: True if it is compared with the distributed optimizer on the same ranks.
+        partner: the feature that takes its place in what it is compared with, on the same ranks.
         shown: what the page has in place of its arguments.
     """
 
@@ -47,7 +47,7 @@ class Feature(NamedTuple):
     model: str = ""
     gpu: str = ""
     saves: bool = False
-    partner: bool = False
+    partner: str = ""
     shown: str = ""
 
 
@@ -139,10 +139,11 @@ class Run(NamedTuple):
 
     def reference(self) -> "Run":
         """Return the run that it is compared with."""
-        if any(FEATURES[name].partner for name in self.features):
+        partners = {FEATURES[name].partner for name in self.features} - {""}
+        if partners:
             others = {name for name in self.features if not FEATURES[name].partner}
             kept = others - {"resume", "async-save", "recompute-full", "recompute-selective",
-                             "graphs"} | {"DP2"}  # fmt: skip
+                             "graphs"} | partners  # fmt: skip
         else:
             kept = {name for name, feature in FEATURES.items()
                     if not feature.sizes and feature.model in self.models}  # fmt: skip
@@ -197,7 +198,7 @@ class Run(NamedTuple):
             words.append("--bf16")
         if self.seed is not None:
             words.append(f"--seed {self.seed}")
-        if "EP2" in self.features and "ETP2" not in self.features:
+        if {"EP2", "EP2-overlap"} & {*self.features} and "ETP2" not in self.features:
             words.append("--expert-tensor-parallel-size 1")
         if "VPP" in self.features and "hybrid" not in self.models:
             words.append("--num-layers-per-virtual-pipeline-stage 1")

@@ -99,8 +99,7 @@ _REMOVED = {
         --moe-deepep-num-sms --moe-hybridep-num-sms --moe-permute-fusion-into-hybridep
     """,
     "it overlaps CUDA streams": """
-        --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
-        --overlap-dispatch-backward-with-experts-wgrad
+        --moe-shared-expert-overlap --overlap-dispatch-backward-with-experts-wgrad
     """,
     "it needs the fused accumulation of gradients":
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit",

@@ -52,7 +52,7 @@ def patch_megatron() -> None:
     from megatron.core.fusions import fused_layer_norm
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import mappings, random
-    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer import torch_norm, transformer_config
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.training import initialize, training
 
@@ -73,11 +73,24 @@ def patch_megatron() -> None:
     for norm in (torch_norm.WrappedTorchNorm, fused_layer_norm.FusedLayerNorm):  # torch's, Apex's
         norm.__new__ = staticmethod(build_norm)
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
+    config_class = transformer_config.TransformerConfig
+    config_class.__post_init__ = _checked_as_on_gpus(config_class.__post_init__)
     for name, uneven in (
         ("_gather_along_first_dim", _gather_uneven),
         ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
     ):
         setattr(mappings, name, _with_uneven_parts(getattr(mappings, name), uneven))
+
+
+def _checked_as_on_gpus(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap the checks of a configuration, which refuse to overlap all-to-all in FP32 models."""
+
+    def check_in_bf16(config: Any) -> None:
+        in_bf16, config.bf16 = config.bf16, config.bf16 or config.overlap_moe_expert_parallel_comm
+        check(config)
+        config.bf16 = in_bf16
+
+    return check_in_bf16
 
 
 def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:

@@ -25,7 +25,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     """
     described = on_described_machine(args)
     rows = [attention_mask(described), local_layers(described), fused_loss(described)]
-    rows += [graphs_of_experts(described), saves(args), gemma_layers(args)]
+    rows += [graphs_of_experts(described), saves(args), schedules(args), gemma_layers(args)]
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -143,6 +143,20 @@ def saves(args: Namespace) -> Rows:
     }
 
 
+def schedules(args: Namespace) -> Rows:
+    """Return models that ``--overlap-moe-expert-parallel-comm`` does not train."""
+    flag, overlaps = "--overlap-moe-expert-parallel-comm", args.overlap_moe_expert_parallel_comm
+    splits = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+    return {
+        f"{flag} needs a GPT: Megatron-LM does not divide hybrids into communication and "
+        "computation; leave it out": overlaps and args.hybrid_layer_pattern,
+        # Megatron-LM refuses it in the forward pass that its schedule passes by.
+        f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel": (
+            overlaps and splits
+        ),
+    }
+
+
 def gemma_layers(args: Namespace) -> Rows:
     """Return models that exclude the parts of Gemma 3's layers."""
     other = args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu)
@@ -168,13 +182,11 @@ def gemma_layers(args: Namespace) -> Rows:
 def quantized_layers(args: Namespace) -> Rows:
     """Return arguments that would leave layers unquantized."""
     replaced = "a recipe takes the place of Megatron-LM's own"
+    in_backward = "weight gradients are computed in the backward pass"
     reasons = {
-        "--overlap-moe-expert-parallel-comm": (
-            "its schedule passes by the model's forward pass", args.overlap_moe_expert_parallel_comm
-        ),
+        "--delay-wgrad-compute": (in_backward, args.delay_wgrad_compute),
         "--overlap-dispatch-backward-with-experts-wgrad": (
-            "experts' weight gradients are computed in their backward pass",
-            args.overlap_dispatch_backward_with_experts_wgrad,
+            in_backward, args.overlap_dispatch_backward_with_experts_wgrad
         ),
         "--expert-tensor-parallel-num-weight-shards": (
             "experts' weights must be whole", args.expert_gtp_weight_remat_size > 1
@@ -231,6 +243,9 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
             map(_reads_signs, recipe.precisions())
         ),
         "--fused-allreduce-norm counts its calls on the CPU": args.fused_allreduce_norm,
+        "not with --overlap-moe-expert-parallel-comm; leave one of them out": (
+            args.overlap_moe_expert_parallel_comm
+        ),
         "recomputation in a pipeline would find another microbatch's random keys": recomputes,
     }
     return {

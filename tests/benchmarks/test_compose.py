@@ -118,6 +118,8 @@ def test_what_a_package_checks_is_refused(package, error, kind, tmp_path):
         (("hybrid", "MLA"), 1, ("hybrid", "MLA")),
         (("SP", "quantized-params"), 4, ("SP", "DP2")),
         (("resume", "quantized-params"), 2, ("DP2",)),
+        (("VPP", "EP2-overlap"), 4, ("VPP", "EP2")),
+        (("quantized-params", "EP2-overlap"), 2, ("EP2", "DP2")),
     ],
 )
 def test_ranks_and_references(features, ranks, reference):
@@ -158,7 +160,7 @@ def test_graphs_of_experts_are_of_parts_and_compared_with_their_dispatcher(
 
 def test_every_pair_has_a_run_of_its_own():
     runs = list(runs_of("te", "nvfp4", on_gpu=True))
-    assert len(runs) == len({one.key for one in runs}) == len(PAIRS) == 23 * 24 // 2
+    assert len(runs) == len({one.key for one in runs}) == len(PAIRS) == 24 * 25 // 2
     assert {name for one in runs for name in one.features} == set(FEATURES)
 
 

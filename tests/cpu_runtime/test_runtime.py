@@ -11,6 +11,7 @@ from megatron_lowbit.megatron.run.steps import set_microbatch_key
 
 # isort: split
 from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import get_default_causal_mask
 from megatron.training import training
 
@@ -50,6 +51,15 @@ def test_only_megatrons_optimizers_see_cuda_types(dtype, name):
     assert eval("x.type('torch.HalfTensor').dtype", scope) == torch.float16
     for module in ("megatron.core.transformer.module", "user"):
         assert eval("x.type()", {**scope, "__name__": module}) == f"torch.{name}"
+
+
+def test_overlapped_experts_may_be_in_fp32_but_meet_the_other_conditions():
+    layer = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 2}
+    overlapped = {**layer, "overlap_moe_expert_parallel_comm": True,
+                  "moe_token_dispatcher_type": "alltoall"}  # fmt: skip
+    assert TransformerConfig(**overlapped, expert_model_parallel_size=2).bf16 is False
+    with pytest.raises(AssertionError, match="only supported with expert model parallelism"):
+        TransformerConfig(**overlapped)
 
 
 def test_factories_keep_their_other_arguments():

@@ -19,6 +19,7 @@ USUAL = {
     "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
     "recompute_granularity": None, "pipeline_model_parallel_size": 1,
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
+    "delay_wgrad_compute": False, "sequence_parallel": False,
     "overlap_dispatch_backward_with_experts_wgrad": False, "expert_gtp_weight_remat_size": 1,
     "fp8_recipe": None, "fp4_recipe": None,
     "use_transformer_engine_op_fuser": False, "gradient_accumulation_fusion": False, "geglu": False,
@@ -69,7 +70,7 @@ def test_arguments_that_compute_the_output_layer_are_refused(name, value, flag):
 @pytest.mark.parametrize(
     ("name", "value", "flag"),
     [
-        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
         (
             "overlap_dispatch_backward_with_experts_wgrad", True,
             "--overlap-dispatch-backward-with-experts-wgrad",
@@ -117,6 +118,17 @@ def test_saves_that_end_a_run_are_refused():
         hooks(None, **saves)
     for change in ({"async_save": False}, {"use_megatron_fsdp": False}):
         hooks(None, **{**saves, **change})
+
+
+@pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
+def test_overlapped_experts_say_what_they_need(recipe):
+    overlapped = {"overlap_moe_expert_parallel_comm": True, "tensor_model_parallel_size": 2}
+    split = {**overlapped, "sequence_parallel": True}
+    hooks(recipe, **split)
+    with pytest.raises(UserError, match=r"^--overlap-moe-expert-parallel-comm needs a GPT: "):
+        hooks(recipe, **split, hybrid_layer_pattern="ME")
+    with pytest.raises(UserError, match=r"above 1 needs --sequence-parallel$"):
+        hooks(recipe, **overlapped)
 
 
 FUSED = {
@@ -185,6 +197,10 @@ def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
             "use --eval-precision recipe",
         ),
         ("nvfp4", [], {"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),
+        (
+            "nvfp4", [], {"overlap_moe_expert_parallel_comm": True},
+            "not with --overlap-moe-expert-parallel-comm",
+        ),
         (
             "nvfp4", [], {"recompute_granularity": "selective", "pipeline_model_parallel_size": 2},
             "another microbatch's random keys",

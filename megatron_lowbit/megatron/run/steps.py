@@ -43,6 +43,21 @@ class Steps:
         self._passes: Counter[int] = Counter()
         for number, chunk in enumerate(chunks):
             chunk.register_forward_pre_hook(lambda module, _, n=number: self._begin(module, n))
+            if args.overlap_moe_expert_parallel_comm:
+                self._begin_with_plan(chunk, number)
+
+    def _begin_with_plan(self, chunk: Any, number: int) -> None:
+        """Begin a pass, too, where a chunk builds the plan that runs it in parts.
+
+        Megatron-LM runs all forward parts of a micro batch before it builds the next one's plan.
+        """
+        build = chunk.build_schedule_plan
+
+        def build_schedule_plan(*args: Any, **kwargs: Any) -> Any:
+            self._begin(chunk, number)
+            return build(*args, **kwargs)
+
+        chunk.build_schedule_plan = build_schedule_plan
 
     def _begin(self, chunk: torch.nn.Module, number: int) -> None:
         iteration = getattr(self._args, "curr_iteration", 0)
