@@ -91,7 +91,8 @@ def test_liger_kernels_losses_and_gradients_are_those_of_float64(batch, length, 
     rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}[dtype]
     step = 2.0**-25 if dtype is torch.float16 else 0.0
     bound = rounding * gradients.abs() + 1.01 * slack * probabilities + step
-    assert ((logits.grad - gradients).abs() <= bound).all()
+    errors = (logits.grad - gradients).abs()
+    assert (errors / bound.clamp(min=1e-300)).max() <= 1
     assert not logits.grad[:2, 0].any()
     assert torch.equal(logits.detach(), before)
 
