@@ -186,7 +186,7 @@ def test_distributions(built):
         source = {name.partition("/")[2] for name in archive.getnames()}
     more = {
         "Makefile", "constraints.txt", "pretrain_gpt.py", "tools/plot_loss.py",
-        "recipes/nvfp4.yaml", "docs/images/loss.png", "examples/gpt-7m-cpu.args",
+        "recipes/nvfp4.yaml", "docs/images/results.png", "examples/gpt-7m-cpu.args",
         "tests/golden/quantizers.npz",
     }  # fmt: skip
     assert package | more <= source

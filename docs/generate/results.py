@@ -58,6 +58,13 @@ They have the losses that their names say; under SAME_LOSS the loss is the row's
 PICTURED, TIMES = "llama-8b", ("× BF16", "× tensorwise, native fused loss")
 """Model whose steps in graphs the pictures show, and the ratios at their bars."""
 RECIPES = ("mxfp8, own loss", "mxfp8 with its output layer, own loss")
+RECOMMENDED = {
+    "mxfp8": "pretraining on H100 and H200",
+    "fp8-tile": "the same with the blocks of DeepSeek-V3, which servers load as they are",
+    "torchao-v2-late-bf16": "the FP4 recipe with the smallest loss gap",
+    "nvfp4": "NVIDIA's NVFP4 pretraining",
+}
+"""Recipes of README's table, and their use."""
 CHOICES = (BF16, NATIVE, f"{TENSORWISE}, own loss", *RECIPES)
 """Precisions of README's picture."""
 NOISE = 0.01
@@ -272,6 +279,29 @@ def caption(shown: Sequence[Steps]) -> dict[str, Any]:
     return figures | {"gpus": gpus, "title": shown[0].models[PICTURED], "noise": NOISE}
 
 
+def recommended(shown: Sequence[Steps], board: Sequence[dict]) -> list[list[object]]:
+    """Return the table of RECOMMENDED: use, ratios of TIMES on each GPU, gap on the board."""
+    losses: dict[str, dict[int, float]] = {}
+    for run in board:
+        losses.setdefault(run["name"], {})[run["seed"]] = run["loss"]
+    gaps_by_name = paired_gaps(losses) if losses else {}
+    gpus = [steps.machine["gpu"].split()[1] for steps in shown]
+    lines: list[list[object]] = [
+        ["recipe", "use", *(f"{base}, {gpu}" for base in ("× BF16", "× FP8") for gpu in gpus)]
+    ]
+    lines[0] += ["loss gap"]
+    for name, use in RECOMMENDED.items():
+        rows = [steps.rows.get((PICTURED, f"{name}, own loss", True)) for steps in shown]
+        ratios = [
+            f"{steps.ratio(row, base):.2f}" if row else "not measured"
+            for base in TIMES
+            for steps, row in zip(shown, rows, strict=True)
+        ]
+        gap = shown_gap(*gaps_by_name[name]) if name in gaps_by_name else "not measured"
+        lines.append([f"[`{name}`](docs/recipes/{name}.md)", use, *ratios, gap])
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Collect the folders that the command line names, then write page and pictures."""
     made = parser(__doc__, results=RESULTS, root=ROOT)
@@ -300,7 +330,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, rows_of in (("results", Steps.choices), ("results-steps", Steps.pictured)):
         draw_steps([bars(steps, rows_of(steps)) for steps in shown], TIMES, images / f"{name}.png")
     (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
-    section = render("readme-results", **words)
+    board_file = args.results / "leaderboard.json"
+    board = json.loads(board_file.read_text()) if board_file.is_file() else []
+    section = render("readme-results", recommended=recommended(shown, board), **words)
     replace_sections(args.root / "README.md", {"results": section})
 
 

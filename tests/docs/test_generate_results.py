@@ -100,7 +100,6 @@ def test_steps_are_compared_on_their_machine(place, study):
     assert "BF16: llama-8b nvfp4 (0.90), llama-8b quartet2 (0.70)." in h100
     assert "slower than Megatron-LM FP8 tensorwise" not in h100
     assert "- llama-1b Megatron-LM BF16: RuntimeError: out of memory" in h100
-    assert "torchrun pretrain_gpt.py --precision-recipe fp8-tile" in h100
 
 
 def test_ratios_have_the_losses_that_they_name(place):
@@ -130,6 +129,25 @@ def test_captions_have_a_figure_for_each_gpu(place):
         assert "(one NVIDIA H100, one NVIDIA H200), 1.20 and 1.20 times" in caption
         assert "and 1.10 and 1.10 times as fast as that FP8 with this" in caption
         assert "these are 2.00 and 2.00, 1.60 and 1.60, 1.47 and 1.47;" in caption
+
+
+def test_readme_s_table_has_the_speeds_and_the_gap_of_each_recommended_recipe(place):
+    page(place)
+    readme = (place / "README.md").read_text()
+    use = results.RECOMMENDED["mxfp8"]
+    first = "[`mxfp8`](docs/recipes/mxfp8.md)"
+    assert cells(readme, first) == [use, "1.50", "1.50", "1.20", "1.20", "not measured"]
+    runs = [
+        {"name": name, "seed": seed, "loss": loss}
+        for name, loss in (("bf16", 2.0), ("mxfp8", 2.02)) for seed in (1, 2)
+    ]  # fmt: skip
+    (place / "leaderboard.json").write_text(json.dumps(runs))
+    page(place)
+    readme = (place / "README.md").read_text()
+    assert cells(readme, first)[-1] == "+1.00% ± 0.00"
+    first = "[`nvfp4`](docs/recipes/nvfp4.md)"
+    assert cells(readme, first)[1:] == ["not measured"] * 5
+    assert "| × BF16, H100 | × BF16, H200 | × FP8, H100 | × FP8, H200 |" in readme
 
 
 def test_bars_have_ratios(tmp_path, monkeypatch):
