@@ -44,7 +44,7 @@ STACK = 64
 """Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
-OTHERS = ROWS, SWIGLU, LOSS, TABLES = "rows", "swiglu", "loss", "tables"
+OTHERS = ROWS, SWIGLU, NORM, LOSS, TABLES = "rows", "swiglu", "norm", "loss", "tables"
 QUICK = ["nvfp4", "fp8", *OTHERS]
 
 
@@ -99,6 +99,7 @@ def main(cases: list[str]) -> None:
         launch,
         launch_sections,
         loss,
+        rms_norm,
         swiglu,
     )
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
@@ -158,6 +159,7 @@ def main(cases: list[str]) -> None:
         (device_tables, ["table_kernel"]),
         (embedding, ["_add_rows_kernel"]),
         (swiglu, ["_swiglu_kernel"]),
+        (rms_norm, ["norm_kernel"]),
         (loss, ["cross_entropy_kernel", "cross_entropy_gradient_kernel"]),
         (grouped_gemm, ["grouped_kernel", "stacked_kernel"]),
     ):
@@ -217,6 +219,14 @@ def main(cases: list[str]) -> None:
         # Of gate, up and gradient: 16 tiles' rows of 1024 by 128 threads.
         assert reads == (0, 3 * 4), "reads under 16 bytes"
         print(SWIGLU)
+    if NORM in cases:
+        for width in (4096, 6144):
+            rows = torch.empty(64, width, dtype=torch.bfloat16, device="meta")
+            rms_norm.rms_norm(rows, rows[0], 1e-5)
+            # Of the row and the gain: 128 threads.
+            reads = rms_norm.norm_kernel.single_reads, rms_norm.norm_kernel.wide_reads
+            assert reads == (0, 2 * width // 1024), "reads under 16 bytes"
+        print(NORM)
     if LOSS in cases:
         kernels = loss.cross_entropy_kernel, loss.cross_entropy_gradient_kernel
         labels = torch.empty(64, dtype=torch.int64, device="meta")
