@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import training_steps
+from benchmarks import records, training_steps
 from benchmarks.training_steps import (
     OURS,
     UPSTREAM,
@@ -61,11 +61,13 @@ def cases(tiny: bool = False) -> list[Case]:
         upstream = UPSTREAM if script == OURS and not tiny else script
         precisions = DECLARED["precisions"]
         if "script" not in model:
-            precisions = precisions | DECLARED["gpt_precisions"]
+            precisions = precisions | DECLARED["gpt_precisions"] | model.get("precisions", {})
         common = f"{model['tiny' if tiny else 'arguments']} {DECLARED['arguments']}"
         common += DECLARED["all_blocks"]
         for graphs in (False, True) if "graphs" in model else (False,):
             for precision, arguments in precisions.items():
+                if not precision.endswith(model.get("loss", "")):
+                    continue
                 words = f"{common} {arguments} {model['graphs'] if graphs else ''}"
                 if "--fp8-format" in arguments:
                     words += f" {model.get('own_fp8', '')}"
@@ -94,6 +96,7 @@ def run_case(case: Case, iterations: int, gpu: str | None) -> dict[str, Any]:
         "commit": machine()["commit"],
         "command": training_command(case.script, words, gpus=1),
         **train(case.script, words, gpus=1, device=gpu),
+        "cublaslt": records.cublaslt(),
     }
     if "median_ms" in row:
         row["tokens_per_s"] = round(1e3 * tokens_of(case.arguments.split()) / row["median_ms"])

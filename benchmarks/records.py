@@ -28,7 +28,7 @@ def description(**more: str | int) -> dict[str, str | int]:
     ranks = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
     return machine(
-        driver=_driver(), **versions, cublaslt=_cublaslt(),
+        driver=_driver(), **versions, cublaslt=cublaslt(),
         command=shlex.join([*launcher, "-m", "benchmarks", *sys.argv[1:]]), **more,
     )  # fmt: skip
 
@@ -50,16 +50,23 @@ def _driver() -> str:
     return answer.partition("\n")[0] or "unknown"
 
 
-def _cublaslt() -> str:
-    """Return the version of the library that torch has loaded, such as 12.8.4."""
+def cublaslt() -> str:
+    """Return the version of the loaded library, such as 12.8.4; LD_PRELOAD may have named it.
+
+    Transformer Engine chooses kernels by the version that it sees: once imported, it is asked.
+    """
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "none"
-    try:
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:
-        return "unknown"
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
-    major, rest = divmod(library.cublasLtGetVersion(), 10_000)
+    if engine := sys.modules.get("transformer_engine_torch"):
+        number = engine.get_cublasLt_version()
+    else:
+        try:
+            library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+        except OSError:
+            return "unknown"
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        number = library.cublasLtGetVersion()
+    major, rest = divmod(number, 10_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 

@@ -19,9 +19,10 @@ from queue import Queue
 from threading import Lock
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 
-from benchmarks import records
+from benchmarks import records, timing
 from benchmarks.records import ROOT
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 
@@ -30,6 +31,12 @@ OURS, HYBRID, UPSTREAM = "pretrain_gpt.py", "pretrain_hybrid.py", "examples/own_
 SETTLED = 6
 """Steps omitted from medians: compilation, caches and the allocator."""
 PATIENCE_S = 300
+_OP_FUSER = "--use-transformer-engine-op-fuser"
+_SWITCHES = {
+    _OP_FUSER: "NVTE_CUTEDSL_FUSED_GROUPED_MLP",
+    "--moe-single-grouped-weight": "NVTE_GROUPED_LINEAR_SINGLE_PARAM",
+}
+"""Environment variables without which arguments are refused or have no effect."""
 
 _STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([\d.E+-]+|nan)")
@@ -125,8 +132,11 @@ def train(
 
     Returns:
         The median and the fastest settled step, the losses and the seconds of the whole process;
-        TFLOP/s of a GPU and peak GiB where the log has them. For a run that fails, only its error.
+        TFLOP/s of a GPU and peak GiB where the log has them. For a run that fails, or would take
+        another path than its arguments ask for, only the error.
     """
+    if refused := _one_by_one(words):
+        return {"error": refused}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     environment = {
         **os.environ,
@@ -154,9 +164,25 @@ def train(
     return figures_of(read_log(output)) | {"wall_s": round(time.monotonic() - begin, 1)}
 
 
+def _one_by_one(words: Sequence[str]) -> str | None:
+    """Return why the op fuser would multiply experts one by one, without an error; None if not."""
+    if _OP_FUSER not in words:
+        return None
+    try:
+        from transformer_engine.common.recipe import Float8CurrentScaling
+        from transformer_engine.pytorch.ops.basic import is_op_fuser_grouped_tensor_path_supported
+    except ImportError as error:
+        return timing.reason(error)
+    recipe = Float8CurrentScaling() if "tensorwise" in words else None
+    if is_op_fuser_grouped_tensor_path_supported(recipe, torch.bfloat16):
+        return None
+    return f"Transformer Engine has no grouped GEMM for this with cuBLASLt {records.cublaslt()}"
+
+
 def _variables(words: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that Megatron-LM wants of layouts other than FSDP."""
-    return {} if "--use-megatron-fsdp" in words else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    """Return the environment variables that Megatron-LM wants with these arguments."""
+    variables = {} if "--use-megatron-fsdp" in words else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return variables | {name: "1" for argument, name in _SWITCHES.items() if argument in words}
 
 
 def train_here(script: str, words: Sequence[str]) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import planning
 import pytest
@@ -53,7 +55,8 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 def test_cases():
     """Every model in its precisions, some with graphs too, of this project or upstream's."""
     found = flagship.cases()
-    assert len({case.name for case in found}) == len(found) == 27 * (6 + 5) + 9
+    fused, even = 2 * 2, 2 * (10 + 2)
+    assert len({case.name for case in found}) == len(found) == 27 * (6 + 5) + 9 + fused + even
     for case in found:
         words = flagship.words_of(case, 14)
         own = not case.precision.startswith("Megatron-LM")
@@ -63,12 +66,73 @@ def test_cases():
         assert ("liger" in words) == ("Liger" in case.precision)
         assert ("lowbit" in words) == ("own loss" in case.precision)
         assert ("--cross-entropy-loss-fusion" in words) == ("loss" in case.precision)
-        padded = case.model == "qwen3-30b" and "Megatron-LM FP8" in case.precision
+        padded = case.model.startswith("qwen3-30b") and "Megatron-LM FP8" in case.precision
         assert ("--moe-router-padding-for-quantization" in words) == padded
+        assert ("--use-transformer-engine-op-fuser" in words) == ("op fuser" in case.precision)
+        assert ("--moe-router-force-load-balancing" in words) == ("even" in case.model)
         if case.script == flagship.UPSTREAM:
             assert not own and not any(word.startswith("@") for word in words)
         script = {True: training_steps.HYBRID, False: flagship.OURS if own else flagship.UPSTREAM}
         assert case.script == script[case.model == "hybrid-8b"]
+
+
+FUSED = "qwen3-30b-even Megatron-LM {} with op fuser, own loss"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Environments of processes that were started, and end at once without a log."""
+    found: list[dict] = []
+
+    def start(command, env, **options):
+        found.append(env)
+        return SimpleNamespace(communicate=lambda timeout: ("", ""), poll=lambda: 0, returncode=0)
+
+    stand_in = SimpleNamespace(Popen=start, PIPE=-1, TimeoutExpired=TimeoutError)
+    monkeypatch.setattr(training_steps, "subprocess", stand_in)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "single"), [("BF16", True), ("FP8 tensorwise", False)])
+def test_variables_of_the_op_fuser(precision, single, started, monkeypatch):
+    """The command and the process have them, and Megatron-LM has the arguments."""
+    case = next(case for case in flagship.cases() if case.name == FUSED.format(precision))
+    words = flagship.words_of(case, 14)
+    flags = training_steps.TrainingArguments(words).flags
+    assert flags.use_transformer_engine_op_fuser and flags.moe_router_force_load_balancing
+    assert flags.moe_single_grouped_weight == flags.use_distributed_optimizer == single
+    transformer_engine(monkeypatch, lambda name: True)
+    command = flagship.run_case(case, 14, None)["command"]
+    given = dict(word.split("=") for word in command.partition(" torchrun ")[0].split())
+    expected = {"CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_CUTEDSL_FUSED_GROUPED_MLP"}
+    assert given.keys() == expected | ({"NVTE_GROUPED_LINEAR_SINGLE_PARAM"} if single else set())
+    assert started[0].items() >= given.items() and set(given.values()) == {"1"}
+
+
+def test_experts_one_by_one_are_not_taken_for_a_grouped_gemm(started, monkeypatch):
+    """With a library that has the GEMM in BF16 alone, only BF16 and other layers start."""
+    transformer_engine(monkeypatch, lambda name: name is None)
+    cases = {case.name: case for case in flagship.cases()}
+    names = [FUSED.format(precision) for precision in ("BF16", "FP8 tensorwise")]
+    names.append("qwen3-30b Megatron-LM FP8 tensorwise")
+    rows = [flagship.run_case(cases[name], 14, None) for name in names]
+    refused = [
+        row["error"] == "Transformer Engine has no grouped GEMM for this with cuBLASLt none"
+        for row in rows
+    ]
+    assert refused == [False, True, False] and len(started) == 2
+    assert all("cublaslt" in row for row in rows)
+
+
+def transformer_engine(monkeypatch, supported):
+    """Put stand-ins of its modules in place; ``supported`` answers for a recipe, None for BF16."""
+    recipe = SimpleNamespace(Float8CurrentScaling=lambda: "current scaling")
+    ops = SimpleNamespace(is_op_fuser_grouped_tensor_path_supported=lambda name, _: supported(name))
+    name = "transformer_engine"
+    for part in ("", ".common", ".pytorch", ".pytorch.ops"):
+        monkeypatch.setitem(sys.modules, f"{name}{part}", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, f"{name}.common.recipe", recipe)
+    monkeypatch.setitem(sys.modules, f"{name}.pytorch.ops.basic", ops)
 
 
 PARAMETERS = {
@@ -77,7 +141,7 @@ PARAMETERS = {
     "llama-8b-8k": 8 * 218e6 + 1.05e9,
     "llama-8b-20": 20 * 218e6 + 1.05e9,
     "llama-8b-32": 32 * 218e6 + 1.05e9,
-    "qwen3-30b": 4 * 623e6 + 622e6,
+    **dict.fromkeys(("qwen3-30b", "qwen3-30b-even", "qwen3-30b-even-4"), 4 * 623e6 + 622e6),
     "hybrid-8b": 5 * 110e6 + 5 * 176e6 + 38e6 + 1.07e9,
 }
 """As cases/flagship.yaml counts them."""
@@ -87,7 +151,9 @@ PARAMETERS = {
 def test_models_fit_and_are_what_they_are_called(model, monkeypatch):
     """Plans of their largest recipe; of 80 GB the planner leaves 73 GiB to training."""
     monkeypatch.chdir(ROOT)
-    case = next(case for case in flagship.cases() if case.name == f"{model} fp8-tile")
+    loss = flagship.MODELS[model].get("loss")
+    name = f"{model} fp8-tile, {loss}" if loss else f"{model} fp8-tile"
+    case = next(case for case in flagship.cases() if case.name == name)
     words = flagship.words_of(case, 14)
     vocabulary = int(words[words.index("--vocab-size") + 1])
     large = flagship.MODELS[model].get("needs_gib", 0) > 80
