@@ -125,6 +125,9 @@ def _transformer_engine(recipe: str | None, size: Size, fused: bool = False) -> 
     That takes grouped tensors: counts on the GPU, and one weight, since a list of weights would be
     limited to 64 and, where the library has no such GEMM, be multiplied one after another without
     an error.
+
+    Raises:
+        ValueError: the GEMM does not take these numbers of tokens.
     """
     import transformer_engine.common.recipe as recipes
     import transformer_engine.pytorch as te

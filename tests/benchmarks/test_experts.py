@@ -1,6 +1,8 @@
 """The benchmark of experts: contenders run, on a CPU as well; Transformer Engine by a stand-in."""
 
+import os
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -36,19 +38,16 @@ class GroupedLinear(torch.nn.Module):
 
 @pytest.fixture
 def built(monkeypatch):
-    """List of the stand-in's layers; Transformer Engine sees cuBLASLt 13.10."""
+    """List of the stand-in's layers, on a CPU; Transformer Engine sees cuBLASLt 13.10."""
     monkeypatch.setattr(GroupedLinear, "built", [], raising=False)
-    monkeypatch.delenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", raising=False)
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    class autocast:
-        def __init__(self, enabled, recipe):
-            self.recipe = recipe
-
-        def __enter__(self):
-            GroupedLinear.recipe = self.recipe
-
-        def __exit__(self, *_):
-            GroupedLinear.recipe = None
+    @contextmanager
+    def autocast(enabled, recipe):
+        with monkeypatch.context() as patch:
+            patch.setattr(GroupedLinear, "recipe", recipe)
+            yield
 
     names = ("Float8CurrentScaling", "Float8BlockScaling")
     recipe = SimpleNamespace(**{name: lambda name=name: name for name in names})
@@ -62,7 +61,7 @@ def built(monkeypatch):
         "transformer_engine_torch": SimpleNamespace(get_cublasLt_version=lambda: 131004),
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(records.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     return GroupedLinear.built
 
 
@@ -76,11 +75,12 @@ def test_grouped_tensors_have_one_weight_and_counts_on_the_device(built):
     one_by_one, *grouped = built
     assert one_by_one.counts[0] == [128] * 4
     assert not one_by_one.options["use_grouped_tensor"]
+    assert [bool(layer.counts) for layer in grouped] == [True, False, True]
     for layer in grouped:
         assert layer.options["use_grouped_tensor"] and layer.options["single_grouped_weight"]
         for counts in layer.counts:
             assert counts.dtype == torch.int64 and counts.tolist() == [128] * 4
-    assert experts.os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] == "1"
+    assert os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] == "1"
 
 
 def test_blocks_of_parts_of_tokens_are_refused_before_the_gpu_stops(built):
@@ -91,12 +91,13 @@ def test_blocks_of_parts_of_tokens_are_refused_before_the_gpu_stops(built):
 
 
 def test_rows_have_the_cublaslt_that_transformer_engine_sees(built, monkeypatch):
-    assert (
-        experts.run(experts.Size(4, 256, 64, 32), GROUPED[:2], LIMITS, 1e-6)[1]["cublaslt"]
-        == "none"
-    )
-    monkeypatch.setattr(records.torch.cuda, "is_available", lambda: True)
-    assert records.cublaslt() == "13.10.4"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        version = records.cublaslt()
+    assert version == "13.10.4"
+    monkeypatch.setattr(records, "cublaslt", lambda: version)
+    rows = experts.run(experts.Size(4, 256, 64, 32), GROUPED, LIMITS, 1e-6)
+    assert [row["cublaslt"] for row in rows] == [version] * 3
 
 
 def test_skewed_tokens():

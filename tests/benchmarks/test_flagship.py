@@ -116,10 +116,7 @@ def test_experts_one_by_one_are_not_taken_for_a_grouped_gemm(started, monkeypatc
     names = [FUSED.format(precision) for precision in ("BF16", "FP8 tensorwise")]
     names.append("qwen3-30b Megatron-LM FP8 tensorwise")
     rows = [flagship.run_case(cases[name], 14, None) for name in names]
-    refused = [
-        row["error"] == "Transformer Engine has no grouped GEMM for this with cuBLASLt none"
-        for row in rows
-    ]
+    refused = ["has no grouped GEMM for this with cuBLASLt" in row["error"] for row in rows]
     assert refused == [False, True, False] and len(started) == 2
     assert all("cublaslt" in row for row in rows)
 
