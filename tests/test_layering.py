@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lowbit"
 ORDER = (
     "errors", "lazy", "version", "command_line", "console", "folders", "json_files",
     "numerics", "kernels", "recipes", "layers", "pytorch", "collectives", "transformer_engine",
-    "storage", "cpu_runtime", "arguments", "data", "analysis", "planning",
+    "factories", "storage", "cpu_runtime", "arguments", "data", "analysis", "planning",
     "megatron", "study", "checkpoints", "conversion", "commands",
 )  # fmt: skip
 

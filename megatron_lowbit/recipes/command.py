@@ -1,4 +1,4 @@
-"""Lists the recipes, and shows what one does to a model."""
+"""Lists the recipes, shows what one does to a model, and writes files for Megatron-LM's scripts."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,13 +8,15 @@ from megatron_lowbit.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``list``, or ``show NAME`` for a GPT or hybrid model of some size."""
+    """Run ``list``, ``show NAME``, or ``te-config NAME`` for a GPT or hybrid model of some size."""
     args = _parser().parse_args(argv)
     # After the help, which needs no torch.
-    from megatron_lowbit.recipes.show import list_recipes, show
+    from megatron_lowbit.recipes.show import list_recipes, show, write_te_config
 
     if args.command == "list":
         list_recipes()
+    elif args.command == "te-config":
+        write_te_config(args.recipe, _read_model(args.model))
     else:
         recipes = (args.forward, args.recipe) if args.forward else (args.recipe,)
         show(recipes, args.recipe_set, args if args.model is None else _read_model(args.model))
@@ -34,6 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--model", metavar="FILE", help="a model's arguments: a file or a preset")
     _add_shape(show)
     show.set_defaults(blocks_of_preset=False)
+    config = commands.add_parser(
+        "te-config", help="print a recipe as a file for Megatron-LM's --te-precision-config-file"
+    )
+    config.add_argument("recipe", metavar="NAME", help="a recipe of the list")
+    config.add_argument(
+        "--model", metavar="FILE", required=True, help="a model's arguments: a file or a preset"
+    )
     return parser
 
 
@@ -70,6 +79,9 @@ def _read_model(file: str) -> argparse.Namespace:
         raise UserError(f"--model {str(error).removeprefix('@')}") from None
     parser = CommandParser(prog=file, allow_abbrev=False)
     _add_shape(parser)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--multi-latent-attention", action="store_true")
     args = parser.parse_known_args([word for word, _ in expanded])[0]
     blocks = ("--first-last-layers-bf16", "--num-layers-at-")
     args.blocks_of_preset = not any(

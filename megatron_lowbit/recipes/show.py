@@ -18,6 +18,7 @@ from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision, s
 from megatron_lowbit.recipes import load
 from megatron_lowbit.recipes.matchers import OUTPUT_LAYER, Layer
 from megatron_lowbit.recipes.recipe import NORMALIZED, Recipe
+from megatron_lowbit.recipes.te_config import te_config
 
 _COLUMNS = ("GEMM", "operand", "format", "bits")
 _LAYERS_WIDTH = 16  # columns at least, where a narrow terminal cannot hold all
@@ -56,15 +57,7 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
 
     ``recipes``: one, or fprop's and backward's. ``shape``: the model's layers and norm.
     """
-    if shape.first_last_layers_bf16:
-        first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
-        of_preset = shape.blocks_of_preset
-        blocks = [load.bf16_blocks(recipe, first, last, of_preset) or () for recipe in recipes]
-        overrides = (*load.for_sides(blocks), *overrides)
-    recipe = load.load_recipes(recipes, overrides)
-    layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers, shape.q_lora_rank)
-    layers += [Layer.output(layers[0].num_blocks)] if recipe.takes_output_layer else []
-    recipe.check_matchers(layers)
+    recipe, layers = _recipe_and_layers(recipes, overrides, shape)
     mxnorm = shape.normalization == "MXNorm"
     if mxnorm:
         recipe.check_mxnorm(layers)
@@ -76,6 +69,33 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
         *(f"switch {switch}" for switch in recipe.switches),
         *([f"oscillation: {recipe.oscillation}"] if recipe.oscillation else []),
     )
+
+
+def write_te_config(name: str, shape: argparse.Namespace) -> None:
+    """Print a shipped recipe as a file for Megatron-LM's ``--te-precision-config-file``."""
+    require(name in load.shipped_recipes(), f"{name}: only recipes that come with the package have "
+            "factories; `lowbit-recipes list` prints them")  # fmt: skip
+    unlisted = shape.num_experts or shape.multi_latent_attention
+    require(shape.hybrid_layer_pattern or not unlisted, "te-config: the layers of a GPT with "
+            "experts or latent attention are not known; give --hybrid-layer-pattern")  # fmt: skip
+    recipe, layers = _recipe_and_layers([name], (), shape)
+    print(te_config(recipe, layers, shape.pipeline_model_parallel_size), end="")
+
+
+def _recipe_and_layers(
+    recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Namespace
+) -> tuple[Recipe, list[Layer]]:
+    """Return a model's recipe and its linear layers; arguments as for :func:`show`."""
+    if shape.first_last_layers_bf16:
+        first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
+        of_preset = shape.blocks_of_preset
+        blocks = [load.bf16_blocks(recipe, first, last, of_preset) or () for recipe in recipes]
+        overrides = (*load.for_sides(blocks), *overrides)
+    recipe = load.load_recipes(recipes, overrides)
+    layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers, shape.q_lora_rank)
+    layers += [Layer.output(layers[0].num_blocks)] if recipe.takes_output_layer else []
+    recipe.check_matchers(layers)
+    return recipe, layers
 
 
 def model_layers(

@@ -5,9 +5,7 @@ tensors to the ``qgemm`` of the left one. Source: transformer_engine/pytorch/cus
 module/linear.py of version 2.20.
 """
 
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -37,40 +35,6 @@ _ROLES = {"input": "input", "weight": "weight", "grad_output": "grad"}
 """Transformer Engine's names of the operands, and ours."""
 
 
-class CallTracker:
-    """Contexts of one module's calls, which its quantizers share.
-
-    A module quantizes its operands one by one, in forward and in backward, and does not say for
-    which call: dY in backward must take the random key of X in forward. Backward passes come in the
-    order of their forward passes; a call whose input autograd has let go of has none.
-
-    Args:
-        make_context: returns a call's context, given True if it trains.
-    """
-
-    def __init__(self, make_context: Callable[[bool], LinearContext]) -> None:
-        self.forward: LinearContext | None = None
-        self.backward: LinearContext | None = None
-        self._make_context = make_context
-        self._pending: deque[weakref.ref[LinearContext]] = deque()
-
-    def open(self, training: bool) -> LinearContext:
-        """Begin a call; one that trains waits for its backward pass."""
-        self.forward = context = self._make_context(training)
-        if training:
-            self._pending.append(weakref.ref(context))
-        return context
-
-    def open_backward(self) -> LinearContext:
-        """Begin the backward pass of the oldest call that waits for it."""
-        while self._pending:
-            context = self._pending.popleft()()
-            if context is not None:
-                self.backward = context
-                return context
-        raise RuntimeError("a backward pass without its forward pass")
-
-
 @dataclass(frozen=True)
 class Unquantized:
     """A weight that backward quantizes, with that call's random numbers."""
@@ -93,6 +57,7 @@ class LowbitTensor(QuantizedTensorStorage):
         self.col: Any = None
         self.original_shape, self.dtype, self.device = source.shape, source.dtype, source.device
         self.context: LinearContext | None = None
+        self._call: LinearContext | None = None
 
     # What transformer_engine's custom_gemm asks for before it calls qgemm.
     @property
@@ -137,12 +102,16 @@ class LowbitTensor(QuantizedTensorStorage):
         tensors: list[Tensor] = []
         rest = copy(self)
         parts = [flatten(part, tensors) for part in (self.row, self.col)]
-        rest._described = parts, len(tensors)
+        rest._described, rest._call = (parts, len(tensors)), self._quantizer.factory.forward
         rest.clear()
         return tensors, rest
 
     def restore_from_saved(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Take the tensors back from the front of a list, and return the others."""
+        """Take the tensors back from the front of a list, and return the others.
+
+        A module does so first in its backward pass, whose call is that of the saved operands.
+        """
+        self._quantizer.factory.backward = self._call
         parts, count = self._described
         saved = iter(tensors[:count])
         self.row, self.col = (unflatten(part, saved) for part in parts)
@@ -157,10 +126,10 @@ class LowbitQuantizer(IdentityQuantizer):
 
     custom = True
 
-    def __init__(self, calls: CallTracker, role: Role) -> None:
+    def __init__(self, factory: "Factory", role: Role, layer: str) -> None:
         super().__init__()
         self.internal = True
-        self.calls, self.role = calls, role
+        self.factory, self.role, self.layer = factory, role, layer
 
     def copy(self) -> "LowbitQuantizer":
         """Return a quantizer for the same operand with usages of its own."""
@@ -191,10 +160,10 @@ class LowbitQuantizer(IdentityQuantizer):
         return dst
 
     def _input(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
-        if not self.rowwise_usage:
-            context = self.calls.backward  # quantized again, or gathered, for wgrad
+        if self.rowwise_usage:
+            self.factory.forward = context = self.factory.context(self.layer)
         else:
-            context = self.calls.open(training=self.columnwise_usage)
+            context = self.factory.backward  # quantized again, or gathered, for wgrad
         rows, columns = self.rowwise_usage, self.columnwise_usage
         source = context.plan()[Gemm.WGRAD, Role.INPUT].source
         if columns and source is not Source.TENSOR:
@@ -209,12 +178,12 @@ class LowbitQuantizer(IdentityQuantizer):
 
     def _weight(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
         # Whatever the usage: modules keep it, from an evaluation for training, too.
-        context = self.calls.forward
+        context = self.factory.forward
         by_row, by_col = quantize_weight(context, lambda: x)
         return by_row, Unquantized(x) if by_col is None else by_col, context
 
     def _grad(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
-        context = self.calls.open_backward()
+        context = self.factory.backward
         return *quantize_grad(context, x, self.rowwise_usage, self.columnwise_usage), context
 
     def qgemm(
@@ -244,8 +213,13 @@ class LowbitQuantizer(IdentityQuantizer):
 class Factory:
     """Factory of quantizers for a CustomRecipe, for modules outside of a model of this project.
 
-    A module asks for all of its quantizers at once, its input's first. Its random numbers are drawn
-    from torch's default CPU generator, one key per call.
+    Modules quantize their operands one by one and do not say for which call: dY in backward must
+    take the random key of X in forward. A call begins when its input is quantized for fprop; its
+    backward pass, when the operands that it saved are restored.
+
+    Attributes:
+        forward: context of the call whose forward pass runs.
+        backward: context of the call whose backward pass runs.
     """
 
     def __init__(self, precision: LinearPrecision, engine: Engine) -> None:
@@ -253,17 +227,30 @@ class Factory:
         require(not delayed, "delayed scaling on this GPU needs --transformer-impl local")
         require(not precision.falls_back, "fallback: bf16 needs --transformer-impl local")
         self.precision, self.engine = precision, engine
-        self._calls: CallTracker | None = None
+        self.forward: LinearContext | None = None
+        self.backward: LinearContext | None = None
 
     def __call__(self, role: Any) -> IdentityQuantizer:
-        """Return the quantizer for a role; None is a slot that stays in high precision."""
+        """Return the quantizer for a role; None is a slot that stays in high precision.
+
+        Raises:
+            UserError: the role is one of grouped linear layers, which have no GEMMs for it.
+        """
         name = None if role is None else _ROLES.get(role.tensor_type)
         if name is None:
             return IdentityQuantizer()
-        if name == "input":
-            self._calls = CallTracker(self._make_context)
-        assert self._calls is not None, "a module asks for its input's quantizer first"
-        return LowbitQuantizer(self._calls, name)
+        require(role.module_type != "grouped_linear", "a quantizer factory with grouped experts: "
+                "leave out --moe-grouped-gemm, or train by lowbit-pretrain")  # fmt: skip
+        return LowbitQuantizer(self, name, role.name)
 
-    def _make_context(self, training: bool) -> LinearContext:
-        return LinearContext(self.precision, self.engine, draw_key(self.precision), training)
+    def context(self, layer: str) -> LinearContext:
+        """Begin a call of a layer. UserError where a CUDA graph would repeat its random numbers."""
+        stochastic = self.precision.stochastic
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        require(not (stochastic and captured), "CUDA graphs repeat the random numbers of their "
+                "capture: leave out --cuda-graph-impl, or train by lowbit-pretrain")  # fmt: skip
+        return LinearContext(self.precision, self.engine, self.key(layer) if stochastic else 0)
+
+    def key(self, layer: str) -> int:
+        """Return the key of a call's random numbers, from torch's default CPU generator."""
+        return draw_key(self.precision)

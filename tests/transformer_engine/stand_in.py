@@ -20,6 +20,7 @@ from megatron.core.extensions import transformer_engine as extensions
 
 _OURS = (
     "megatron_lowbit.megatron.layers.transformer_engine",
+    "megatron_lowbit.transformer_engine.named",
     "megatron_lowbit.transformer_engine.norm",
     "megatron_lowbit.transformer_engine.quantizers",
     "megatron_lowbit.transformer_engine.recipe",
@@ -52,8 +53,8 @@ class IdentityQuantizer:
 class Role:
     """QuantizerRole of a module's operand."""
 
-    def __init__(self, name: str, tensor_type: str) -> None:
-        self.name, self.tensor_type = name, tensor_type
+    def __init__(self, name: str, tensor_type: str, module_type: str = "linear") -> None:
+        self.name, self.tensor_type, self.module_type = name, tensor_type, module_type
 
 
 class Gemm(Enum):
@@ -76,7 +77,7 @@ class _Quantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, x: Any, module: "QuantizedLinear", first: bool) -> Any:
         by_input, by_weight, ctx.by_grad = module.quantizers
-        by_input.set_usage(rowwise=True, columnwise=True)
+        by_input.set_usage(rowwise=True, columnwise=not module.save_original_input)
         operand = by_input(x)
         by_weight.set_usage(rowwise=True, columnwise=True)
         if module.workspace is None:
@@ -86,9 +87,12 @@ class _Quantized(torch.autograd.Function):
         workspace = module.workspace
         workspace.update_usage(rowwise_usage=True)
         y = multiply(Gemm.FPROP, operand, workspace, x.dtype)
-        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
-        tensors, ctx.objects = [], []
-        for value in (operand, workspace):
+        ctx.by_input, tensors, ctx.objects = by_input, [], []
+        if module.save_original_input:
+            tensors.append(x)
+        else:
+            operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+        for value in (workspace,) if module.save_original_input else (operand, workspace):
             found, rest = value.prepare_for_saving()
             tensors += found
             ctx.objects.append(rest)
@@ -98,14 +102,20 @@ class _Quantized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         tensors = list(ctx.saved_tensors)
+        original = tensors.pop(0) if len(ctx.objects) == 1 else None
         for rest in ctx.objects:
             tensors = rest.restore_from_saved(tensors)
-        operand, workspace = ctx.objects
+        workspace = ctx.objects[-1]
         ctx.by_grad.set_usage(rowwise=True, columnwise=True)
         by_both = ctx.by_grad(grad)
         by_both.update_usage(rowwise_usage=True)
         workspace.update_usage(columnwise_usage=True)
         dgrad = multiply(Gemm.DGRAD, by_both, workspace, grad.dtype)
+        if original is None:
+            operand = ctx.objects[0]
+        else:
+            ctx.by_input.set_usage(rowwise=False, columnwise=True)
+            operand = ctx.by_input(original)
         operand.update_usage(columnwise_usage=True)
         by_both.update_usage(columnwise_usage=True)
         wgrad = multiply(Gemm.WGRAD, by_both, operand, grad.dtype)
@@ -115,8 +125,11 @@ class _Quantized(torch.autograd.Function):
 class QuantizedLinear(torch.nn.Module):
     """te.Linear without a bias, under a CustomRecipe of a factory."""
 
-    def __init__(self, weight: torch.Tensor, factory: Any) -> None:
+    def __init__(
+        self, weight: torch.Tensor, factory: Any, save_original_input: bool = False
+    ) -> None:
         super().__init__()
+        self.save_original_input = save_original_input
         self.weight = torch.nn.Parameter(weight)
         roles = ("input", "weight", "grad_output")
         self.quantizers = [factory(Role("Layer_1", role)) for role in roles]

@@ -108,61 +108,38 @@ def test_a_switch_that_it_lacks_is_refused(recipe, settings, named):
     assert "--transformer-impl local" in str(refused.value)
 
 
-class Call:
-    """Stand-in for a LinearContext."""
-
-
-@pytest.fixture
-def tracker(monkeypatch):
-    use_stand_ins(monkeypatch)
-    from megatron_lowbit.transformer_engine.quantizers import CallTracker
-
-    return CallTracker(lambda training: Call())
-
-
-def test_backward_passes_come_in_the_order_of_forward_passes(tracker):
-    calls = [tracker.open(training) for training in (True, False, True)]
-    assert [tracker.open_backward(), tracker.open_backward()] == [calls[0], calls[2]]
-    with pytest.raises(RuntimeError, match="without its forward"):
-        tracker.open_backward()
-
-
-def test_a_forward_pass_that_was_dropped_has_no_backward_pass(tracker):
-    tracker.open(True)
-    kept = tracker.open(True)
-    assert tracker.open_backward() is kept
-
-
-@pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp4-backward", "qat-nvfp4"])
-def test_its_modules_order_of_calls_gives_what_ours_gives(monkeypatch, recipe):
-    """Two microbatches with one quantized weight, on a stand-in for its linear layer."""
+@pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp4-backward", "qat-nvfp4", "quartet2"])
+@pytest.mark.parametrize("saves_input", [False, True])
+def test_its_modules_order_of_calls_gives_what_ours_gives(monkeypatch, recipe, saves_input):
+    """Microbatches with one quantized weight; one is dropped, and the last goes back first."""
     use_stand_ins(monkeypatch)
     from megatron_lowbit.transformer_engine.quantizers import Factory
 
     wanted, engine = precision(recipe), ReferenceEngine("tests")
     draws = torch.Generator().manual_seed(0)
-    weight, *others = (
-        torch.randn(shape, generator=draws).bfloat16()
-        for shape in ((96, 64), (32, 64), (32, 64), (32, 96), (32, 96))
-    )
-    xs, grads = others[:2], others[2:]
-    layer = QuantizedLinear(weight.clone(), Factory(wanted, engine))
-    torch.manual_seed(3)
-    seen = [layer(x.requires_grad_(), first) for x, first in zip(xs, (True, False), strict=True)]
-    for y, grad in zip(seen, grads, strict=True):
-        y.backward(grad)
-    seen += [*(x.grad.clone() for x in xs), layer.weight.grad]
+    weight = torch.randn(96, 64, generator=draws).bfloat16()
+    xs = [torch.randn(32, 64, generator=draws).bfloat16() for _ in range(3)]
+    grads = [torch.randn(32, 96, generator=draws).bfloat16() for _ in range(3)]
 
-    torch.manual_seed(3)
+    def passes(weight, product):
+        torch.manual_seed(3)
+        inputs = [x.clone().requires_grad_() for x in xs]
+        ys = [product(x, first) for x, first in zip(inputs, (True, False, False), strict=True)]
+        del ys[1], inputs[1]
+        for y, grad in zip(reversed(ys), grads, strict=False):
+            y.backward(grad)
+        return [*ys, *(x.grad for x in inputs), weight.grad]
+
     plain, cache = weight.clone().requires_grad_(), WeightCache()
-    twins = [x.detach().clone().requires_grad_() for x in xs]
-    ys = []
-    for x in twins:
+
+    def ours(x, _):
         key = int(torch.randint(2**63 - 1, ())) if wanted.stochastic else 0
-        ys.append(lowbit_linear(x, plain, LinearContext(wanted, engine, key, weight_cache=cache)))
-    for y, grad in zip(ys, grads, strict=True):
-        y.backward(grad)
-    for one, other in zip(seen, [*ys, *(x.grad for x in twins), plain.grad], strict=True):
+        context = LinearContext(wanted, engine, key, weight_cache=cache, saves_input=saves_input)
+        return lowbit_linear(x, plain, context)
+
+    layer = QuantizedLinear(weight.clone(), Factory(wanted, engine), saves_input)
+    seen, expected = passes(layer.weight, layer), passes(plain, ours)
+    for one, other in zip(seen, expected, strict=True):
         assert torch.equal(one, other)
 
 

@@ -17,6 +17,7 @@ from megatron.core.safe_globals import SafeUnpickler
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
+from megatron_lowbit.recipes.te_config import FACTORIES
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.files import Selected, load_directory, newest, persistent, selected
 from megatron_lowbit.storage.pickles import (
@@ -193,7 +194,8 @@ class _NamesOnly(pickle.Unpickler):
     """Unpickler that finds the names that an extra state may hold, and calls none."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _KNOWN:
+        # Transformer Engine pickles factories by name into checkpoints, and ignores them.
+        if (module, name) not in _KNOWN and module != FACTORIES:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return _Inert
 

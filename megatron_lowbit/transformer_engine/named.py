@@ -1,0 +1,69 @@
+"""Factory of quantizers that Megatron-LM's own scripts import by name."""
+
+import sys
+from collections import Counter
+from typing import Any
+
+from transformer_engine.pytorch.tensor import IdentityQuantizer
+
+from megatron_lowbit.errors import require
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.numerics.randomness import derive_key, layer_key, microbatch_key
+from megatron_lowbit.recipes import LinearPrecision
+from megatron_lowbit.recipes.te_config import FACTORIES
+from megatron_lowbit.transformer_engine.quantizers import Factory
+
+
+class NamedFactory(Factory):
+    """Factory whose random numbers are a function of Megatron-LM's seed, iteration and ranks.
+
+    Torch's CPU generator would not do: it is the same on all data-parallel ranks, and the data
+    loader of the first tensor-parallel rank draws from it. Calls of a layer are counted from each
+    iteration's first, so that a resumed run draws what the whole run does. Recomputation counts as
+    another call, whose numbers the backward pass takes. Without Megatron-LM's arguments the
+    numbers are :class:`Factory`'s.
+    """
+
+    def __init__(self, name: str, precision: LinearPrecision, engine: Engine) -> None:
+        super().__init__(precision, engine)
+        self.__module__, self.__name__ = FACTORIES, name
+        self._iteration, self._calls = 0, Counter[str]()
+
+    def __reduce__(self) -> str:
+        """Return the name, as which Transformer Engine pickles the factory into checkpoints."""
+        return self.__name__
+
+    def __call__(self, role: Any) -> IdentityQuantizer:
+        """Return the quantizer for a role.
+
+        Raises:
+            UserError: Megatron-LM would lose weight gradients; as :class:`Factory`.
+        """
+        fused = getattr(_arguments(), "gradient_accumulation_fusion", False)
+        require(not fused, "a quantizer factory with fused gradient accumulation, for which "
+                "Transformer Engine drops weight gradients: add "
+                "--no-gradient-accumulation-fusion")  # fmt: skip
+        return super().__call__(role)
+
+    def key(self, layer: str) -> int:
+        """Return the key of a layer's next call on this rank."""
+        args = _arguments()
+        if args is None:
+            return super().key(layer)
+        from megatron.core import parallel_state as ranks
+
+        iteration = getattr(args, "curr_iteration", 0)
+        if iteration != self._iteration:
+            self._iteration, self._calls = iteration, Counter()
+        replicas, replica = ranks.get_data_parallel_world_size(), ranks.get_data_parallel_rank()
+        number = self._calls[layer] * replicas + replica
+        self._calls[layer] += 1
+        context = ranks.get_context_parallel_rank()
+        # Transformer Engine numbers the layers of each pipeline stage from 1.
+        place = derive_key(layer, ranks.get_pipeline_model_parallel_rank())
+        return layer_key(microbatch_key(args.seed, iteration, number, context), place)
+
+
+def _arguments() -> Any:
+    """Return the arguments of Megatron-LM's script; None outside of one."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
