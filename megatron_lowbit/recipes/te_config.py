@@ -44,7 +44,7 @@ def factory_names(recipe: Recipe) -> dict[str, str]:
             not have: switches, amaxes of earlier steps, a fallback, or random numbers in fprop.
     """
     quantizing = {name: p for name, p in recipe.configs.items() if p.quantized}
-    require(quantizing, f"recipe {recipe.name} quantizes nothing: leave the factory out")
+    require(bool(quantizing), f"recipe {recipe.name} quantizes nothing: leave the factory out")
     precisions = quantizing.values()
     # Recomputation draws other numbers than the forward pass that it repeats.
     random = any(

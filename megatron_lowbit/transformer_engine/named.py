@@ -13,6 +13,14 @@ from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.recipes.te_config import FACTORIES
 from megatron_lowbit.transformer_engine.quantizers import Factory
 
+_REFUSED = {
+    "gradient_accumulation_fusion": "Transformer Engine would lose the weight gradients; add "
+    "--no-gradient-accumulation-fusion",
+    "fp8_param_gather": "parameters stay in BF16; leave out --fp8-param-gather",
+    "fp4_param_gather": "parameters stay in BF16; leave out --fp4-param-gather",
+}
+"""Arguments of Megatron-LM that custom quantizers cannot serve, with what to do."""
+
 
 class NamedFactory(Factory):
     """Factory whose random numbers are a function of Megatron-LM's seed, iteration and ranks.
@@ -37,12 +45,12 @@ class NamedFactory(Factory):
         """Return the quantizer for a role.
 
         Raises:
-            UserError: Megatron-LM would lose weight gradients; as :class:`Factory`.
+            UserError: an argument of Megatron-LM is not for custom quantizers; as :class:`Factory`.
         """
-        fused = getattr(_arguments(), "gradient_accumulation_fusion", False)
-        require(not fused, "a quantizer factory with fused gradient accumulation, for which "
-                "Transformer Engine drops weight gradients: add "
-                "--no-gradient-accumulation-fusion")  # fmt: skip
+        args = _arguments()
+        for name, reason in _REFUSED.items():
+            given = getattr(args, name, False)
+            require(not given, f"a quantizer factory and {name}: {reason}")
         return super().__call__(role)
 
     def key(self, layer: str) -> int:
@@ -50,8 +58,7 @@ class NamedFactory(Factory):
         args = _arguments()
         if args is None:
             return super().key(layer)
-        from megatron.core import parallel_state as ranks
-
+        ranks = sys.modules["megatron.core.parallel_state"]
         iteration = getattr(args, "curr_iteration", 0)
         if iteration != self._iteration:
             self._iteration, self._calls = iteration, Counter()

@@ -7,7 +7,7 @@ from transformer_engine.common import recipe as te_recipes
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.recipes import LinearPrecision, Recipe
+from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
 from megatron_lowbit.transformer_engine.quantizers import Factory
 
@@ -22,9 +22,9 @@ def to_te_recipe(
 
     Raises:
         UserError: Transformer Engine's recipe lacks a switch that is set; the recipe quantizes
-            nothing, or not all of its layers alike.
+            nothing, not all of its layers alike, or changes during a run.
     """
-    precision = recipe if isinstance(recipe, LinearPrecision) else _only_precision(recipe)
+    precision = load_precision(recipe)
     require(precision.quantized, "nothing is quantized: use autocast(enabled=False)")
     native = native_recipe(precision, capability or torch.cuda.get_device_capability())
     if native is None:
@@ -44,13 +44,3 @@ def build(native: Native) -> te_recipes.Recipe:
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             setattr(recipe, name, parameters)
     return recipe
-
-
-def _only_precision(recipe: Recipe) -> LinearPrecision:
-    quantized = {name: p for name, p in recipe.configs.items() if p.quantized}
-    require(
-        len(quantized) <= 1 and recipe.backward is None,
-        f"recipe {recipe.name} has several precisions ({', '.join(quantized)}): give the one that "
-        "is meant, a LinearPrecision",
-    )
-    return next(iter(quantized.values()), LinearPrecision())
