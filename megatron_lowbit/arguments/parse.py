@@ -158,7 +158,10 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     check_layers(args, machine)
     lines = translate_precision(args, words, machine)
     has_recipe = "--precision-recipe" in words
-    for flag in ("--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather"):
+    for flag in (
+        "--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather",
+        "--quantized-expert-dispatch",
+    ):  # fmt: skip
         require(has_recipe or flag not in words, f"{flag} needs a recipe, such as bf16")
     if not (has_recipe or args.fp8 or args.fp4):
         idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]

@@ -60,6 +60,11 @@ class RecipeArguments:
     --fp8-param-gather and --fp4-param-gather, which a recipe takes for it, do in Transformer
     Engine's layers; needs --use-distributed-optimizer and --bf16"""
 
+    quantized_expert_dispatch: bool = False
+    """send tokens to experts of other ranks as codes of the recipe, which must have
+    wgrad.input.requantize, instead of in BF16; needs --moe-token-dispatcher-type alltoall and
+    --moe-grouped-gemm"""
+
     log_quantization_error_interval: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
     )

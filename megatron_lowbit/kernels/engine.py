@@ -10,12 +10,13 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lowbit.kernels.split import Rows
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
@@ -100,6 +101,21 @@ class Engine:
             pairs.append(self.quantize(x, row, col))
         left, right = map(list, zip(*pairs, strict=True))
         return None if rows is None else left, None if cols is None else right
+
+    def split_rows(self, codes: QuantizedTensor, rows: Rows, request: Request) -> Sequence[Any]:
+        """Return parts of quantized rows as :meth:`quantize_all` would have quantized them.
+
+        Args:
+            codes: (T, K), whose scales lie within a row.
+            rows: numbers of rows of the parts, of sum T.
+            request: of the parts, for codes.
+        """
+        counts = rows.on_host.tolist()
+        parts = zip(codes.codes.split(counts), codes.scales.split(counts), counts, strict=True)
+        return [
+            replace(codes, codes=part, scales=scales, shape=(count, codes.shape[1]))
+            for part, scales, count in parts
+        ]
 
     def transpose(self, operand: QuantizedTensor, lhs: Any) -> Any:
         """Return the transpose of codes (R, C) with their values, to be multiplied by ``lhs``."""

@@ -33,9 +33,10 @@ from megatron_lowbit.kernels.operands import (
     rounded_values,
     transposed,
 )
+from megatron_lowbit.kernels.placed_rows import place_rows
 from megatron_lowbit.kernels.rms_norm import rms_norm
 from megatron_lowbit.kernels.routes import Form, forms_of, takes_norm, written_form
-from megatron_lowbit.kernels.split import as_matrix_list
+from megatron_lowbit.kernels.split import Rows, as_matrix_list
 from megatron_lowbit.kernels.swiglu import swiglu, swiglu_grad
 from megatron_lowbit.numerics import (
     Accumulation,
@@ -120,6 +121,14 @@ class FusedEngine(Engine):
             _, by_col = quantize_sections(xs, None, cols, forms)
             return replace(by_col, transposes=True), by_col
         return quantize_sections(xs, rows, cols, forms)
+
+    def split_rows(
+        self, codes: QuantizedTensor, rows: Rows, request: Request
+    ) -> Sequence[GpuOperand]:
+        """Place rows as one launch would have where their format has kernels for it."""
+        if not takes_request(request.keyless) or not codes.shape[0]:
+            return super().split_rows(codes, rows, request)
+        return place_rows(codes, rows, request)
 
     @property
     def multiplies_groups(self) -> bool:

@@ -20,7 +20,7 @@ from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_au
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.counts import DeviceCounts, counts_on_host
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
-from megatron_lowbit.numerics import Requests, Rounding
+from megatron_lowbit.numerics import Operand, QuantizedTensor, Requests, Rounding
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
 from megatron_lowbit.numerics.plan import Source
 from megatron_lowbit.numerics.randomness import Key, operand_key, sign_key
@@ -55,6 +55,31 @@ class GroupContext:
             left, right = self.context.engine.quantize_all(xs, rows, cols)
         return xs if left is None else left, transposes_of(xs) if right is None else right
 
+    @property
+    def requantizes(self) -> bool:
+        """True if wgrad's input is made from fprop's codes."""
+        return self.context.precision.wgrad.requantizes_rhs
+
+    def fprop_inputs(
+        self, xs: RowSlices, codes: QuantizedTensor | None, keep: bool
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return each layer's x (R, K) for fprop, or its codes of all; and what wgrad keeps."""
+        if not self.requantizes:
+            return self.quantize(xs, Role.INPUT, Gemm.FPROP, Gemm.WGRAD if keep else None)
+        request = self.context.request(Gemm.FPROP, Role.INPUT, 0, needs_codes=True)
+        if codes is None or request is None:
+            inputs, _ = self.quantize(xs, Role.INPUT, Gemm.FPROP, None)
+        else:
+            inputs = self.context.engine.split_rows(codes, xs.rows, request)
+        return inputs, inputs
+
+    def wgrad_inputs(self, kept: Sequence[Any]) -> Sequence[Any]:
+        """Return each layer's input for wgrad, requantized as in :func:`operands.requantized`."""
+        if not self.requantizes:
+            return kept
+        values = [self.context.engine.dequantize(codes, torch.bfloat16) for codes in kept]
+        return self.quantize(values, Role.INPUT, None, Gemm.WGRAD)[1]
+
     def _requests(self, gemm: Gemm | None, role: Role) -> Requests | None:
         """Return the requests for an operand; None for no operand, or one in high precision."""
         if gemm is None:
@@ -87,11 +112,13 @@ class GroupContext:
 def can_group(context: LinearContext) -> bool:
     """Return True if layers of a context's precision can be quantized and multiplied together.
 
-    Each operand is quantized from its tensor, by scales of each layer's own, with known keys.
+    Each operand is quantized from its tensor, by scales of each layer's own, with known keys; or
+    wgrad's input is requantized from fprop's.
     """
     precision = context.precision
+    shares = precision.dgrad.uses_fprop or precision.wgrad.rhs_of_fprop
     return (
-        not precision.shares_operands
+        not (shares or precision.wgrad.lhs_of_dgrad)
         and not precision.falls_back
         and not isinstance(context.key, Tensor)
         and not any(context.shares_amax(side.gemm, side.role) for side in precision.operands())
@@ -116,13 +143,13 @@ def counts_on_device(context: LinearContext, weights: Sequence[Tensor], rows: in
         pairs.append((left, right, precision.gemms[gemm].folding))
     emulates = any(gemm.accumulation is not None for gemm in precision.gemms.values())
     # Of layers that are split, random bits have numbers of other ranks' rows.
-    if emulates or context.shards.roles:
+    if emulates or context.shards.roles or precision.shares_operands:
         return False
     return context.engine.takes_counts(pairs, weights, rows)
 
 
 def lowbit_grouped_linear(
-    x: Tensor,
+    x: Tensor | Operand,
     weights: Sequence[Tensor],
     contexts: GroupContext | Sequence[LinearContext | None],
     tokens_per_expert: Sequence[int] | DeviceCounts,
@@ -131,7 +158,8 @@ def lowbit_grouped_linear(
     """Compute ``x_e @ weight_e.T + bias_e`` for the tokens of each expert e.
 
     Args:
-        x: (T, K), FP32 or BF16, one expert's tokens after another's.
+        x: (T, K), FP32 or BF16, one expert's tokens after another's. Fprop's codes that come with
+            it are taken in place of its values.
         weights: (N, K) of each expert.
         contexts: one for all experts together, which have no biases then; or one for each expert,
             None for high precision.
@@ -142,11 +170,18 @@ def lowbit_grouped_linear(
 
     Returns:
         (T, N) in x's dtype.
+
+    Raises:
+        ValueError: x comes with codes for experts one by one, or whose wgrad does not requantize.
     """
+    x, codes = (x.source, x.row) if isinstance(x, Operand) else (x, None)
+    if codes is not None and not (isinstance(contexts, GroupContext) and contexts.requantizes):
+        raise ValueError("x: codes need one context, with wgrad.input.requantize")
     if isinstance(contexts, GroupContext):
         context = context_of(contexts.context, x)
         rows = _rows(tokens_per_expert, context, weights)
-        y: Tensor = _GroupedLinear.apply(x, rows, replace(contexts, context=context), *weights)  # type: ignore[no-untyped-call]
+        group = replace(contexts, context=context)
+        y: Tensor = _GroupedLinear.apply(x, codes, rows, group, *weights)  # type: ignore[no-untyped-call]
         return y
     products, parts = [], x.split(counts_on_host(tokens_per_expert))
     for part, weight, one, bias in zip(parts, weights, contexts, biases, strict=True):
@@ -170,12 +205,17 @@ def _rows(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, tokens: Rows, group: GroupContext, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        codes: QuantizedTensor | None,
+        tokens: Rows,
+        group: GroupContext,
+        *weights: Tensor,
+    ) -> Tensor:
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
-        inputs, kept = group.quantize(
-            RowSlices(x, tokens), Role.INPUT, Gemm.FPROP, Gemm.WGRAD if keeps else None
-        )
+        inputs, kept = group.fprop_inputs(RowSlices(x, tokens), codes, keeps)
         by_row, by_col = operands.quantize_weight(group.context, lambda: weights, group.quantize)
         y = x.new_empty(len(x), len(weights[0]))
         group.multiply(Gemm.FPROP, inputs, by_row, RowSlices(y, tokens))
@@ -196,7 +236,7 @@ class _GroupedLinear(torch.autograd.Function):
         operands.check_versions(weights, ctx.versions)
         tensors = iter(ctx.saved_tensors)
         kept, dgrad_weights = (unflatten(part, tensors) for part in ctx.saved)
-        needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
         by_row, by_col = group.quantize(RowSlices(grad, tokens), Role.GRAD, row, col)
         dgrad = None
@@ -208,8 +248,8 @@ class _GroupedLinear(torch.autograd.Function):
             by_row = dgrad_weights = None
         wgrads: Sequence[Tensor | None] = [None] * len(weights)
         if needs_wgrad:
-            wgrads = _accumulate_wgrads(group, by_col, kept, weights)
-        return dgrad, None, None, *wgrads
+            wgrads = _accumulate_wgrads(group, by_col, group.wgrad_inputs(kept), weights)
+        return dgrad, None, None, None, *wgrads
 
 
 def _accumulate_wgrads(

@@ -33,6 +33,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
             rows.append(output_layer(args))
         rows += [cuda_graphs(described, recipe), mxnorm(args, recipe), oscillation(args, recipe)]
         rows += [fused_allreduce_norm(args), quantized_param_gather(args), quantization_log(args)]
+        rows.append(quantized_expert_dispatch(args))
     for each in rows:
         refuse(each)
 
@@ -338,6 +339,32 @@ def quantized_param_gather(args: Namespace) -> Rows:
         "--save-params-interval": args.save_params_interval is not None,
         "--check-weight-hash-across-dp-replicas-interval": hashes is not None,
         "--qk-clip": args.qk_clip,
+    }
+    return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
+        f"{flag} excludes {other}: leave one of them out": given
+        for other, given in excludes.items()
+    }
+
+
+def quantized_expert_dispatch(args: Namespace) -> Rows:
+    """Return arguments under which experts' tokens cannot be sent as codes."""
+    flag = "--quantized-expert-dispatch"
+    if not args.quantized_expert_dispatch:
+        return {}
+    needs = {
+        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
+        "--expert-tensor-parallel-size 1": args.expert_tensor_parallel_size in (None, 1),
+        "--moe-token-dispatcher-type alltoall": args.moe_token_dispatcher_type == "alltoall",
+        "--moe-grouped-gemm": args.moe_grouped_gemm,
+        "--disable-bias-linear": not args.add_bias_linear,
+    }
+    excludes = {
+        "--moe-pad-expert-input-to-capacity": args.moe_pad_expert_input_to_capacity,
+        "--moe-apply-probs-on-input": args.moe_apply_probs_on_input,
+        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
+        "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
+        "--cuda-graph-impl": args.cuda_graph_impl != "none",
+        "--log-quantization-error-interval": args.log_quantization_error_interval,
     }
     return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
         f"{flag} excludes {other}: leave one of them out": given

@@ -32,6 +32,7 @@ from megatron_lowbit.megatron.features.amax_history import AmaxHistories
 from megatron_lowbit.megatron.features.cuda_graphs import CudaGraphs
 from megatron_lowbit.megatron.features.embedding import EmbeddingGradients
 from megatron_lowbit.megatron.features.expert_counts import ExpertCounts
+from megatron_lowbit.megatron.features.expert_dispatch import ExpertDispatch
 from megatron_lowbit.megatron.features.logs import Fallbacks, QuantizationLog
 from megatron_lowbit.megatron.features.oscillation import OscillationResets
 from megatron_lowbit.megatron.features.quantized_parameters import QuantizedParameters
@@ -152,7 +153,7 @@ class Switches(Feature):
 _FEATURES = (
     Switches, AmaxHistories, CudaGraphs, QuantizedParameters, OscillationResets, Fallbacks,
     QuantizationLog, FusedAllReduceNorm, MXNormLayers, EmbeddingGradients,
-    ExpertCounts,
+    ExpertCounts, ExpertDispatch,
 )  # fmt: skip
 
 

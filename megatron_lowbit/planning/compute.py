@@ -128,9 +128,13 @@ def _add_communication(
             passes.backward["tensor parallel"] = max(0.0, 2 * stream - hiding[Gemm.WGRAD])
     if part.name == "experts" and expert > 1:
         # There and back; each rank sends and receives its own tokens' choices.
-        sent = tokens // tensor * args.moe_router_topk * args.hidden_size * BF16
-        once = device.link(expert, tensor, ring=False).send(sent * (expert - 1) / expert)
-        passes.forward["expert parallel"] = passes.backward["expert parallel"] = 2 * once
+        sent = tokens // tensor * args.moe_router_topk * args.hidden_size * (expert - 1) / expert
+        link = device.link(expert, tensor, ring=False)
+        codes = first.fprop.lhs if args.quantized_expert_dispatch else None
+        there = link.send(sent * (BF16 if codes is None else packed_bytes(codes)))
+        back = link.send(sent * BF16)
+        passes.forward["expert parallel"] = there + back
+        passes.backward["expert parallel"] = 2 * back
 
 
 LOSS_BYTES = {None: (38, 14), "native": (22, 6), "liger": (8, 14), "lowbit": (2, 4)}

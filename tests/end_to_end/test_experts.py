@@ -172,6 +172,21 @@ def test_histories_belong_to_global_experts(runs):
         assert torch.equal(saved[path][fprop_weight], other[path][fprop_weight])
 
 
+def test_tokens_sent_as_codes_train_alike(pretrain_ranks, tmp_path):
+    """The runs agree to the bit; blocks in BF16 send BF16."""
+    common = (
+        *EXPERTS, *SPREAD, *GROUPED, "--moe-token-dispatcher-type", "alltoall",
+        "--precision-recipe", "fp8-tile-e4m3", "--recipe-set", "wgrad.input.requantize=true",
+        "--recipe-set", "matchers.bf16_blocks.last=0", "--train-iters", 3, "--save-interval", 3,
+    )  # fmt: skip
+    flags = {"tokens": (), "codes": ("--quantized-expert-dispatch",)}
+    jobs = {name: (*common, *flag, "--save", tmp_path / name) for name, flag in flags.items()}
+    other = (*common, *flags["codes"], "--recipe-set", "wgrad.input.requantize=false")
+    pretrain_ranks(jobs | {"other": other}, refused=("other",))
+    assert steps(tmp_path / "codes") == steps(tmp_path / "tokens")
+    check_same_tensors(tmp_path / "codes", tmp_path / "tokens", 3)
+
+
 def test_experts_without_tokens(pretrain_here, tmp_path):
     """A microbatch has 32 tokens for 40 experts, some of which get none."""
     many = ("--num-layers", 1, "--num-experts", 40, "--moe-ffn-hidden-size", 32,

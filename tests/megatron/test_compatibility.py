@@ -25,7 +25,8 @@ USUAL = {
     "use_transformer_engine_op_fuser": False, "gradient_accumulation_fusion": False, "geglu": False,
     "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
     "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
-    "quantized_param_gather": False, "virtual_pipeline_model_parallel_size": None,
+    "quantized_param_gather": False, "quantized_expert_dispatch": False,
+    "virtual_pipeline_model_parallel_size": None,
     "async_save": False, "use_megatron_fsdp": False, "use_torch_fsdp2": False,
     "mtp_num_layers": None,
     "non_persistent_ckpt_type": None, "enable_msc": False, "hybrid_layer_pattern": None,
@@ -153,6 +154,37 @@ def test_the_fused_all_reduce_says_what_it_needs(name, value, needed):
     assert len(hooks(["bf16"], **FUSED)) == 1
     with pytest.raises(UserError, match=f"^--fused-allreduce-norm needs {needed}$"):
         hooks(["bf16"], **{**FUSED, name: value})
+
+
+DISPATCH = {
+    "quantized_expert_dispatch": True, "expert_model_parallel_size": 2, "add_bias_linear": False,
+    "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True, "moe_pad_expert_input_to_capacity": False, "num_experts": 4,
+    "moe_apply_probs_on_input": False, "fine_grained_activation_offloading": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("expert_model_parallel_size", 1, "needs --expert-model-parallel-size above 1"),
+        ("expert_tensor_parallel_size", 2, "needs --expert-tensor-parallel-size 1"),
+        ("moe_token_dispatcher_type", "flex", "needs --moe-token-dispatcher-type alltoall"),
+        ("moe_grouped_gemm", False, "needs --moe-grouped-gemm"),
+        ("add_bias_linear", True, "needs --disable-bias-linear"),
+        ("moe_pad_expert_input_to_capacity", True, "excludes --moe-pad-expert-input-to-capacity"),
+        ("moe_apply_probs_on_input", True, "excludes --moe-apply-probs-on-input"),
+        ("fine_grained_activation_offloading", True, "excludes --fine-grained-activation-off"),
+        ("overlap_moe_expert_parallel_comm", True, "excludes --overlap-moe-expert-parallel-comm"),
+        ("cuda_graph_impl", "transformer_engine", "excludes --cuda-graph-impl"),
+        ("log_quantization_error_interval", 5, "excludes --log-quantization-error-interval"),
+    ],
+)
+def test_what_sending_codes_to_experts_needs_and_excludes(name, value, reason):
+    assert len(hooks(["fp8-tile"], **DISPATCH, transformer_impl="transformer_engine")) == 1
+    args = Namespace(**{**USUAL, **DISPATCH, name: value})
+    with pytest.raises(UserError, match=f"^--quantized-expert-dispatch {reason}"):
+        compatibility.refuse(compatibility.quantized_expert_dispatch(args))
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,18 @@ def test_each_expert_computes_as_a_layer_of_its_own(skips_bias):
     assert (biases is not None) == skips_bias
 
 
+def test_codes_take_the_place_of_the_tokens():
+    grouped = taken_over("nvfp4", skips_bias=True)
+    states, x = list(layer_states([grouped])), torch.randn(sum(TOKENS), 64)
+    recipe = load_recipe("fp8-tile", "wgrad.input.requantize=true")
+    for state in states:
+        state.set_precision(recipe.precision_for(state.plan.layer))
+    y, _ = grouped(x, TOKENS)
+    without_values = torch.full_like(x, torch.nan)
+    states[0].set_input_codes(without_values, states[0].plan.precision.fprop.lhs(x))
+    assert torch.equal(grouped(without_values, TOKENS)[0], y) and y.any()
+
+
 def test_high_precision_is_left_to_the_module():
     x = torch.zeros(sum(TOKENS), 64)
     assert taken_over("bf16")(x, TOKENS) == ("high precision", TOKENS)

@@ -392,6 +392,19 @@ def test_weights_as_codes_take_their_bytes(recipe, kept, sent):
     assert less == pytest.approx((2 - sent) * linears / 2 / bandwidth, rel=1e-3, abs=1e-9)
 
 
+def test_tokens_sent_as_codes_take_one_exchange_of_four_less():
+    """FP8 tiles have 8.25 bits in place of 16."""
+    model = (
+        f"@{EXAMPLES}/qwen3-30b-a3b.args --bf16 --moe-grouped-gemm --expert-model-parallel-size 8 "
+        "--precision-recipe fp8-tile --recipe-set wgrad.input.requantize=true"
+    )
+    plain, codes = (
+        planned(model + flag, gpus=8).seconds["expert parallel"]
+        for flag in ("", " --quantized-expert-dispatch")
+    )
+    assert codes == pytest.approx(plain * (3 + 8.25 / 16) / 4, rel=0.02)
+
+
 def test_a_quantized_output_layer_has_the_rate_and_the_memory_of_its_precision():
     """FP8 with tensor scales: its GEMMs' rate, and codes of the weight for fprop and dgrad."""
     model = f"@{EXAMPLES}/llama3-1b.args --vocab-size 128256 --bf16 --precision-recipe bf16"

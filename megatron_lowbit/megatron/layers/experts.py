@@ -60,7 +60,10 @@ class GroupedLinear(torch.nn.ModuleList):
         if contexts is not None:
             weights = [linear.weight for linear in self]
             biases = [None] * len(self)
-            return lowbit_grouped_linear(x, weights, contexts, tokens_per_expert, biases), None
+            operand = self[0].layer_state.operand_of(x)
+            return lowbit_grouped_linear(
+                operand, weights, contexts, tokens_per_expert, biases
+            ), None
         parts = x.split(counts_on_host(tokens_per_expert))
         products = [linear(part)[0] for linear, part in zip(self, parts, strict=True)]
         return torch.cat(products), None
@@ -185,5 +188,6 @@ class _GroupedProduct:
         biases = [getattr(module, f"bias{i}") if module.use_bias else None for i in experts]
         added = biases if adds_bias else [None] * len(states)
         weights = [getattr(module, f"weight{i}") for i in experts]
-        y = lowbit_grouped_linear(x, weights, contexts, tokens_per_expert, added)
+        operand = states[0].operand_of(x)
+        y = lowbit_grouped_linear(operand, weights, contexts, tokens_per_expert, added)
         return y, biases if module.te_return_bias else None
