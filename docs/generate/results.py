@@ -57,15 +57,16 @@ They have the losses that their names say; under SAME_LOSS the loss is the row's
 """
 PICTURED, TIMES = "llama-8b", ("× BF16", "× tensorwise, native fused loss")
 """Model whose steps in graphs the pictures show, and the ratios at their bars."""
-RECIPES = ("mxfp8, own loss", "mxfp8 with its output layer, own loss")
+MXFP8, MXFP8_OUTPUT = "mxfp8, own loss", "mxfp8 with its output layer, own loss"
 RECOMMENDED = {
     "mxfp8": "pretraining on H100 and H200",
-    "fp8-tile": "the same with the blocks of DeepSeek-V3, which servers load as they are",
+    "mxfp8 with its output layer": "faster; effect on the loss not measured",
+    "fp8-tile": "pretraining with the blocks of DeepSeek-V3, which servers load directly",
     "torchao-v2-late-bf16": "the FP4 recipe with the smallest loss gap",
     "nvfp4": "NVIDIA's NVFP4 pretraining",
 }
 """Recipes of README's table, and their use."""
-CHOICES = (BF16, NATIVE, f"{TENSORWISE}, own loss", *RECIPES)
+CHOICES = (BF16, NATIVE, f"{TENSORWISE}, own loss", MXFP8, MXFP8_OUTPUT)
 """Precisions of README's picture."""
 NOISE = 0.01
 """Differences of medians below this share are not told from noise."""
@@ -266,39 +267,35 @@ def bars(steps: Steps, rows: dict[str, dict]) -> Bars:
 
 
 def caption(shown: Sequence[Steps]) -> dict[str, Any]:
-    """Return what the pictures' caption has: ratios of RECIPES with a figure for each GPU."""
-    mxfp8, with_output_layer = (
-        [
-            " and ".join(f"{steps.ratio(steps.choices()[name], base):.2f}" for steps in shown)
-            for base in (*TIMES, SAME_LOSS)
-        ]
-        for name in RECIPES
-    )
-    gpus = [steps.machine["gpu"] for steps in shown]
-    figures = {"mxfp8": mxfp8, "with_output_layer": with_output_layer}
-    return figures | {"gpus": gpus, "title": shown[0].models[PICTURED], "noise": NOISE}
+    """Return the values of the pictures' caption: ratios of TIMES for each GPU, and the model."""
+    ratios = [
+        [steps.machine["gpu"]]
+        + [f"{steps.ratio(steps.choices()[MXFP8], base):.2f}" for base in TIMES]
+        for steps in shown
+    ]
+    return {"ratios": ratios, "title": shown[0].models[PICTURED], "noise": NOISE}
 
 
-def recommended(shown: Sequence[Steps], board: Sequence[dict]) -> list[list[object]]:
-    """Return the table of RECOMMENDED: use, ratios of TIMES on each GPU, gap on the board."""
+def recommended(shown: Sequence[Steps], board: Sequence[dict]) -> list[list[str]]:
+    """Return the table of RECOMMENDED: use, ratios with a figure for each GPU, gap on the board."""
     losses: dict[str, dict[int, float]] = {}
     for run in board:
         losses.setdefault(run["name"], {})[run["seed"]] = run["loss"]
     gaps_by_name = paired_gaps(losses) if losses else {}
-    gpus = [steps.machine["gpu"].split()[1] for steps in shown]
-    lines: list[list[object]] = [
-        ["recipe", "use", *(f"{base}, {gpu}" for base in ("× BF16", "× FP8") for gpu in gpus)]
-    ]
-    lines[0] += ["loss gap"]
+    lines = [["recipe", "use", "× BF16", "× FP8", "× FP8, same loss", "loss gap"]]
     for name, use in RECOMMENDED.items():
         rows = [steps.rows.get((PICTURED, f"{name}, own loss", True)) for steps in shown]
         ratios = [
-            f"{steps.ratio(row, base):.2f}" if row else "not measured"
-            for base in TIMES
-            for steps, row in zip(shown, rows, strict=True)
+            " / ".join(
+                f"{steps.ratio(row, base):.2f}" if row else "–"
+                for steps, row in zip(shown, rows, strict=True)
+            )
+            for base in (*TIMES, SAME_LOSS)
         ]
+        recipe, _, change = name.partition(" ")
         gap = shown_gap(*gaps_by_name[name]) if name in gaps_by_name else "not measured"
-        lines.append([f"[`{name}`](docs/recipes/{name}.md)", use, *ratios, gap])
+        link = f"[`{recipe}`](docs/recipes/{recipe}.md) {change}".rstrip()
+        lines.append([link, use, *ratios, gap])
     return lines
 
 

@@ -125,10 +125,11 @@ def test_captions_have_a_figure_for_each_gpu(place):
     text = page(place)
     for shown in (text, (place / "README.md").read_text()):
         caption = " ".join(shown.split())
-        assert "`mxfp8` trains 1.50 and 1.50 times" in caption
-        assert "(one NVIDIA H100, one NVIDIA H200), 1.20 and 1.20 times" in caption
-        assert "and 1.10 and 1.10 times as fast as that FP8 with this" in caption
-        assert "these are 2.00 and 2.00, 1.60 and 1.60, 1.47 and 1.47;" in caption
+        assert (
+            "On one NVIDIA H100, `mxfp8` trains 1.50 times as fast as Megatron-LM BF16" in caption
+        )
+        assert "and 1.20 times as fast as Megatron-LM tensorwise FP8" in caption
+        assert "; on one NVIDIA H200, 1.50 and 1.20 times as fast. These are" in caption
 
 
 def test_readme_s_table_has_the_speeds_and_the_gap_of_each_recommended_recipe(place):
@@ -136,7 +137,9 @@ def test_readme_s_table_has_the_speeds_and_the_gap_of_each_recommended_recipe(pl
     readme = (place / "README.md").read_text()
     use = results.RECOMMENDED["mxfp8"]
     first = "[`mxfp8`](docs/recipes/mxfp8.md)"
-    assert cells(readme, first) == [use, "1.50", "1.50", "1.20", "1.20", "not measured"]
+    ratios = ["1.50 / 1.50", "1.20 / 1.20", "1.10 / 1.10"]
+    assert cells(readme, first) == [use, *ratios, "not measured"]
+    assert cells(readme, f"{first} with its output layer")[1] == "2.00 / 2.00"
     runs = [
         {"name": name, "seed": seed, "loss": loss}
         for name, loss in (("bf16", 2.0), ("mxfp8", 2.02)) for seed in (1, 2)
@@ -146,8 +149,8 @@ def test_readme_s_table_has_the_speeds_and_the_gap_of_each_recommended_recipe(pl
     readme = (place / "README.md").read_text()
     assert cells(readme, first)[-1] == "+1.00% ± 0.00"
     first = "[`nvfp4`](docs/recipes/nvfp4.md)"
-    assert cells(readme, first)[1:] == ["not measured"] * 5
-    assert "| × BF16, H100 | × BF16, H200 | × FP8, H100 | × FP8, H200 |" in readme
+    assert cells(readme, first)[1:] == ["– / –"] * 3 + ["not measured"]
+    assert "| × BF16 | × FP8 | × FP8, same loss | loss gap |" in readme
 
 
 def test_bars_have_ratios(tmp_path, monkeypatch):
@@ -231,7 +234,7 @@ def test_rows_of_two_processes_are_one_table(place):
 def test_the_page_says_what_is_missing(place):
     (place / "flagship-h200.json").unlink()
     text = page(place)
-    assert "one H200\n\nNot measured: `python -m benchmarks flagship --output benchmarks" in text
+    assert "one H200\n\nNot measured: run `python -m benchmarks flagship --output" in text
     assert text.partition("## Longer runs")[2].strip().startswith("Not run yet:")
     assert not (place / "flagship-runs.json").exists()
     assert (place / "docs" / "images" / "results.png").exists()
