@@ -70,7 +70,7 @@ def body(results: Path) -> str | None:
     return text.strip() or None
 
 
-HEADINGS = ("GiB planned", "measured", "off", "ms a step, planned", "measured", "off")
+HEADINGS = ("GiB planned", "measured", "off", "ms per step, planned", "measured", "off")
 
 
 def _runs(data: dict) -> tuple[list[list[str]], list[str]]:
@@ -128,7 +128,7 @@ def short_steps(results: Path) -> str:
             measured = min(row["median_ms"] for row in done if row["case"] == name)
             off = f"{step / measured - 1:+.1%}"
             lines.append([card.upper(), name, f"{step:.1f}", f"{measured:.1f}", off])
-    return table(("GPU", "case", "ms a step, planned", "measured", "off"), lines)
+    return table(("GPU", "case", "ms per step, planned", "measured", "off"), lines)
 
 
 def long_steps(results: Path) -> str:
@@ -178,7 +178,7 @@ def calculated(preset: str) -> str:
             f"{best.utilisation(device):.1%}", f"{run / best.tokens_per_second / 86400:,.0f}",
         ])  # fmt: skip
     headings = ("GPUs", "recipe", "TP x PP x DP", "VP", "micro batch x number", "recomputed", "GiB",
-                "tokens/s of a GPU", "MFU", "days")  # fmt: skip
+                "tokens/s per GPU", "MFU", "days")  # fmt: skip
     return table(headings, lines)
 
 
