@@ -1,15 +1,14 @@
-"""Keep what studies gave, and write their tables and pictures into docs/evidence.md.
+"""Store the runs of studies, and write their tables and pictures into docs/evidence.md.
 
     lowbit-study run examples/studies/nvfp4.yaml --output runs/nvfp4 --gpus 0 1 2 3 -- ...
     python docs/generate/evidence.py runs/nvfp4
 
-A folder has its study's name. Its finished runs go into benchmarks/results/studies.json, in the
-place of those of the same name and seed; without folders the page is written from that file.
+A folder has the name of its study. Its finished runs replace runs of the same name and seed in
+benchmarks/results/studies.json; without folders the page is written from that file.
 
-Studies of one model share runs: where two have the same command but for the seed, each one's table
-counts the runs of both. "At the end" is the mean of the last twentieth of a run, "before the decay"
-that of its seventh and eighth tenth. Perplexity is that of the last validation; losses and
-perplexities have their standard deviation over seeds.
+Studies of one model share runs with the same command but for the seed. "At the end" is the mean of
+the last twentieth of a run, "before the decay" of its seventh and eighth tenth. Perplexity comes
+from the last validation; losses and perplexities have their standard deviation over seeds.
 """
 
 import json
@@ -75,7 +74,7 @@ def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -
 
 
 def _commands(study: Study) -> dict[str, tuple]:
-    """Return what each run of a study does, whatever its seed."""
+    """Return the command and start of each run of a study, without its seed."""
     jobs = jobs_of(study.model_copy(update={"seeds": [0]}), Path(), [])
     return {job.name: (*job.command, job.start) for job in jobs}
 

@@ -23,7 +23,7 @@ BASELINE, AFTER, DURING = "BF16", "after training", "in training"
 
 
 def difference(losses: dict[tuple[str, int], float], name: str, other: str) -> str:
-    """Return how much larger the losses of one run are than another's, of the same seeds."""
+    """Return the mean difference of two runs' losses, paired by seed, and its standard error."""
     seeds = sorted(seed for run, seed in losses if run == name)
     gaps = [losses[name, seed] - losses[other, seed] for seed in seeds]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))

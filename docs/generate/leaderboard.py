@@ -1,11 +1,11 @@
-"""Keep what runs of the leaderboard's study gave, and write docs/leaderboard.md from them.
+"""Store the runs of the leaderboard's study, and write docs/leaderboard.md from them.
 
     lowbit-study run examples/studies/leaderboard.yaml --output runs/leaderboard --gpus 0 -- ...
     python docs/generate/leaderboard.py runs/leaderboard
 
-Runs of a folder go into benchmarks/results/leaderboard.json, in the place of those of the same name
-and seed; without folders the page is written from that file. A row's loss is the mean of the
-last tenth of a finished run. Runs that were cut have a table of their own. Speeds are those of
+Runs of a folder replace runs of the same name and seed in benchmarks/results/leaderboard.json;
+without folders the page is written from that file. The loss of a row is the mean over the last
+tenth of a finished run. Interrupted runs have their own table. Speeds come from
 benchmarks/results/model-fp4-h200.json.
 """
 
@@ -76,7 +76,7 @@ def cut_runs(
 
 
 def kept_of(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
-    """Return what is kept of a run."""
+    """Return the stored values of a run."""
     recipe, rest = split(state["command"])
     return {
         "name": state["name"],
@@ -234,7 +234,7 @@ def _source(words: Sequence[str]) -> str:
 
 
 def _speed(words: Sequence[str], speeds: dict[str, float]) -> str:
-    """Return how many times as fast as nvfp4 a recipe is, every block of which was quantized."""
+    """Return the speed of a recipe relative to nvfp4, with every block quantized."""
     changes = set(words[3::2])
     if words[1] not in speeds or changes - {"bf16_blocks=none"}:
         return "not measured"

@@ -135,8 +135,8 @@ def long_steps(results: Path) -> str:
     """Return plans of flagship.py's steps and what was measured.
 
     Models that have cases in CUDA graphs count only with those: other steps depend on the CPU.
-    Their memory is left out, since PyTorch does not count what graphs keep. So is Megatron-LM's own
-    FP8, which plans take for this project's tiles.
+    Their memory is omitted, since PyTorch does not count what graphs keep, and so is Megatron-LM's
+    FP8, which plans treat as this project's tiles.
     """
     lines = []
     for card in KINDS:

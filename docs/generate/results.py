@@ -1,4 +1,4 @@
-"""Keep what the longer runs gave, and write docs/results.md, its pictures and README's.
+"""Store the longer runs, and write docs/results.md, its pictures and README's.
 
     python -m benchmarks flagship --output benchmarks/results/flagship-h100.json
     lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 -- ...
@@ -102,7 +102,7 @@ class Steps(NamedTuple):
         return [heading for heading, base in BASES.items() if base in done]
 
     def ratio(self, row: dict, heading: str) -> float | None:
-        """Return how many times as fast as a precision of BASES a row is."""
+        """Return the speed of a row relative to a precision of BASES."""
         base = BASES[heading]
         if heading == SAME_LOSS:
             _, comma, loss = row["precision"].partition(", ")
@@ -187,7 +187,7 @@ def read_steps(results: Path, kind: str) -> Steps | None:
 
 
 def kept_run(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
-    """Return what is kept of a run: what the leaderboard keeps, its validation and its speed.
+    """Return the stored values of a run: the leaderboard's, its validation and its speed.
 
     Raises:
         SystemExit: it has no validation, or no speed.

@@ -20,7 +20,7 @@ _FOR_TEXT = 1.1
 
 
 def is_own(precision: str) -> bool:
-    """Return whether a precision is one of Megatron-LM's own."""
+    """Return True for a precision of Megatron-LM, False for a recipe."""
     return precision.startswith(OWN)
 
 

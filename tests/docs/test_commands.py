@@ -53,7 +53,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def program(words: list[str]) -> tuple[str, list[str]] | None:
-    """Return what a command runs and its arguments; None for a command that is not the project's.
+    """Return the program and arguments of a command; None for a command of another project.
 
     It runs a script's path, a console script's name, or ``-m MODULE``; of benchmarks each is one.
     """
@@ -80,7 +80,7 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
 
 @contextmanager
 def caught(name: str, beside: Path) -> Iterator[None]:
-    """Pretend to be started as ``name``; modules beside a script can be imported inside."""
+    """Pretend to be started as ``name``; modules next to a script can be imported inside."""
 
     def stop(strict):
         def parse(parser, *_, **__):
@@ -102,7 +102,7 @@ def caught(name: str, beside: Path) -> Iterator[None]:
 
 @cache
 def options(name: str) -> Options | None:
-    """Return what a program takes, from the parser that it makes; None where it makes none."""
+    """Return the options of a program, from its parser; None without a parser."""
     script = ROOT / name
     with caught(name, script.parent):
         try:

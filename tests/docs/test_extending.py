@@ -106,7 +106,7 @@ def cases() -> Tensor:
 
 @pytest.mark.slow
 def test_unknown_without_the_recipe(extended, run_code):
-    """A file beside a recipe is not run unless a recipe that is loaded names it."""
+    """A file next to a recipe is not run unless a recipe that is loaded names it."""
     code = "import torch\nm.load_recipe('nvfp4')\n"
     code += "try:\n    m.quantize(torch.ones(4, 32), 'mxint8')\n"
     code += "except ValueError as error:\n    print(error)\n"

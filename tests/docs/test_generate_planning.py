@@ -1,4 +1,4 @@
-"""The page on planning: tables that are calculated, and plans beside published figures."""
+"""The page on planning: tables that are calculated, and plans compared with published figures."""
 
 import re
 from pathlib import Path
