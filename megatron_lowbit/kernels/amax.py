@@ -43,14 +43,16 @@ class AmaxSpec(NamedTuple):
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])
 def amax_kernel(
     x, stride_r, stride_c, R, C, table, row_amax, row_signs, col_amax, col_signs, first, second,
+    tokens,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """Compute the amaxes of x (R, C) by ROW and of its transpose by COL, AmaxSpec or None.
 
     They are maxed into zeroed int32: scalars, (R,) and (C,), or with a ``table`` of matrices in
-    COUNT columns (see ``sections.py``) one for each. Nothing is done where the amaxes ``first`` and
-    ``second`` are given and known, which are negative otherwise.
+    COUNT columns (see ``sections.py``) one for each, also by ``tokens`` as in ``quantize_kernel``.
+    Nothing is done where the amaxes ``first`` and ``second`` are given and known, which are
+    negative otherwise.
     """
     if first is not None and (tl.load(first) >= 0) & (tl.load(second) >= 0):
         return
@@ -65,7 +67,10 @@ def amax_kernel(
         if section < 0:
             return
         tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
-        x = pointer(table, section, X, COUNT, x)
+        if tokens is None:
+            x = pointer(table, section, X, COUNT, x)
+        else:
+            tokens += entry(table, section, X, COUNT)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)
         row_signs = entry(table, section, ROW_FIELDS + SIGNS, COUNT)
         col_signs = entry(table, section, COL_FIELDS + SIGNS, COUNT)
@@ -81,16 +86,16 @@ def amax_kernel(
     # Lanes of columns are loaded as they lie: a row side without a transform takes them as well.
     SHARED: tl.constexpr = COL_LANES and ROW is not None and H is None and not ROW.by_rows
     if (ROW is not None and not ROW_LANES and not SHARED) or (COL is not None and not COL_LANES):
-        values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+        values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN, tokens)
     if ROW_LANES:
         P: tl.constexpr = H.size
-        lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+        lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN, tokens)
         tl.atomic_max(row_amax, _transformed_amax(lanes, key_of(row_signs), H))
     elif ROW is not None and not SHARED:
         _max_tile(values, row_amax, row_signs, row0, R, TM, TN, ROW)
     if COL_LANES:
         Q: tl.constexpr = G.size
-        lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+        lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN, tokens)
         if SHARED:
             tl.atomic_max(row_amax, tl.max(_lane_amax(lanes, Q), 0))
         tl.atomic_max(col_amax, _transformed_amax(lanes, key_of(col_signs), G))

@@ -18,6 +18,8 @@ from megatron_lowbit.numerics import tensor_amaxes as reference
 
 BITS = {6: torch.int32, 8: torch.int32}
 """Indices of amaxes among the kernel's arguments, and the dtype as which it takes them."""
+AMAX_TOKENS = 12
+"""Index of the numbers of rows."""
 _TILE, _THREADS = 8192, 128
 """Elements of a tile; threads of a program, each of which takes whole transforms."""
 _SELDOM_TAKEN = (64, 256)
@@ -82,7 +84,7 @@ class AmaxPass(NamedTuple):
                     signs = signs_of(request.hadamard, request.sign_key)
             amaxes.append(amax)
             arguments += [amax, signs]
-        self.launch((x, *x.stride(), *x.shape, None, *arguments, *earlier))
+        self.launch((x, *x.stride(), *x.shape, None, *arguments, *earlier, None))
         return amaxes[0], amaxes[0] if self.shared else amaxes[1]
 
 

@@ -36,9 +36,9 @@ from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, Scal
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
-_CURRENT_AMAX, TILES_DONE, _FIRST_SIDE = 5, 7, 8
-"""Indices of the kernel's arguments: amax of x, counts of tiles that have given their amaxes, first
-of the row side."""
+_CURRENT_AMAX, TILES_DONE, TOKENS, _FIRST_SIDE = 5, 7, 8, 9
+"""Indices of the kernel's arguments: amax of x, counts of tiles that have given their amaxes,
+numbers of rows, first of the row side."""
 _REGISTERS = {64: 168, 128: 255}
 """Registers of a thread by the lanes of a transform that it holds."""
 
@@ -82,7 +82,7 @@ def quantize_both(
         known = scale_amaxes(x, row, col, amaxes, plan.amaxes)
     row_side, by_row = plan.row.outputs(row, known[0]) if plan.row else (NO_SIDE, None)
     col_side, by_col = plan.col.outputs(col, known[1]) if plan.col else (NO_SIDE, None)
-    plan.launch((x, *x.stride(), *x.shape, current_amax, None, None, *row_side, *col_side))
+    plan.launch((x, *x.stride(), *x.shape, current_amax, None, None, None, *row_side, *col_side))
     if current_amax is not None:
         record_amax(current_amax, amaxes, (by_row, by_col))
     return by_row, by_col

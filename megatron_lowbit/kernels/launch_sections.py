@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import AmaxSpec, amax_kernel
-from megatron_lowbit.kernels.amaxes import BITS, NO_TRANSFORM, amax_spec, amax_tile, zeros_of
+from megatron_lowbit.kernels.amaxes import (
+    AMAX_TOKENS,
+    BITS,
+    NO_TRANSFORM,
+    amax_spec,
+    amax_tile,
+    zeros_of,
+)
 from megatron_lowbit.kernels.device_tables import Entries, make_table
 from megatron_lowbit.kernels.hadamard import MAX_LANES
-from megatron_lowbit.kernels.launch import NO_SIDE, TILES_DONE, tile_of, views_of
+from megatron_lowbit.kernels.launch import NO_SIDE, TILES_DONE, TOKENS, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.of_counts import are_multiples, largest_of
 from megatron_lowbit.kernels.operand_group import (
@@ -105,12 +112,12 @@ def quantize_sections(
     elif any(plan.measures):
         by_row, by_col = (zeros[0], None) if plan.shared else amaxes
         plan.amax[even](
-            (*given, table.entries, by_row, 0, by_col, 0, None, None),
+            (*given, table.entries, by_row, 0, by_col, 0, None, None, xs.tokens),
             table.programs * plan.amax_tiles,
         )
     row_side, col_side = (_arguments(*side) for side in zip(groups, amaxes, strict=True))
     plan.quantize[even](
-        (*given, None, table.entries, tiles_done, *row_side, *col_side),
+        (*given, None, table.entries, tiles_done, xs.tokens, *row_side, *col_side),
         table.programs * plan.quantize_tiles,
     )
     return groups[0], groups[1]
@@ -165,7 +172,7 @@ def _plan(
         kernel: Any,
         tile: tuple[int, int],
         sides: Sequence[Any],
-        varying: Sequence[int] = (),
+        varying: Sequence[int],
         **options: Any,
     ) -> tuple[Launcher, Launcher]:
         even_columns = across % tile[1] == 0
@@ -185,9 +192,11 @@ def _plan(
         shared,
         tile[0],
         STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
-        launchers(amax_kernel, amax_shape, sides, views=BITS, num_warps=4),
+        launchers(amax_kernel, amax_shape, sides, (AMAX_TOKENS,), views=BITS, num_warps=4),
         cdiv(across, amax_shape[1]),
-        launchers(quantize_kernel, tile, specs, (TILES_DONE,), views=views_of(*written), **options),
+        launchers(
+            quantize_kernel, tile, specs, (TILES_DONE, TOKENS), views=views_of(*written), **options
+        ),
         cdiv(across, tile[1]),
     )
 

@@ -88,7 +88,7 @@ class SideArguments(NamedTuple):
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
 def quantize_kernel(
-    x, stride_r, stride_c, R, C, current_amax, table, tiles_done,
+    x, stride_r, stride_c, R, C, current_amax, table, tiles_done, tokens,
     r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
     c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
@@ -103,7 +103,8 @@ def quantize_kernel(
     the arguments that it replaces, pointers tell the dtype; amaxes and tensor scales are arrays.
     With ``tiles_done``, zeroed counts of each matrix's tiles, amaxes are zeroed as well, and those
     of the matrices as they are: programs take them, and all of a matrix wait for each other, so
-    that they must run at the same time.
+    that they must run at the same time. With ``tokens``, int32, a matrix has the rows of x that
+    they name from the one on that the table says.
     """
     tiles = tl.cdiv(C, TN)
     tile = tl.program_id(0) // tiles
@@ -115,7 +116,10 @@ def quantize_kernel(
             return
         first_tile = entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         first_program, tile = first_tile * tiles, tile - first_tile
-        x = pointer(table, section, X, COUNT, x)
+        if tokens is None:
+            x = pointer(table, section, X, COUNT, x)
+        else:
+            tokens += entry(table, section, X, COUNT)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)
         if ROW is not None:
             r_codes = pointer(table, section, ROW_FIELDS + CODES, COUNT, r_codes)
@@ -144,7 +148,7 @@ def quantize_kernel(
     if tiles_done is not None:
         grid_amax(
             c_amax if r_amax is None else r_amax,
-            load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN),
+            load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN, tokens),
             tiles_done + section, row0 < R, tl.cdiv(R, TM) * tiles,
         )  # fmt: skip
     if current_amax is not None:
@@ -152,22 +156,24 @@ def quantize_kernel(
     if ROW is not None:
         if ROW.lanes > 0:
             P: tl.constexpr = ROW.lanes
-            lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+            lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN, tokens)
             index = tl.arange(0, TM * TN // P)
             r, group = row0 + index // (TN // P), col0 // P + index % (TN // P)
             lanes_side(lanes, r, group, R, row, first_program, TN // P, ROW, False, EVEN)
         else:
-            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN, tokens)
             tile_side(values, None, row0, col0, R, row, TM, TN, ROW, False, EVEN, current_amax,
                       first_program)  # fmt: skip
     if COL is not None:
         if COL.lanes > 0:
             Q: tl.constexpr = COL.lanes
-            lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+            lanes = load_column_lanes(
+                x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN, tokens
+            )
             index = tl.arange(0, TM // Q * TN)
             r, group = col0 + index % TN, row0 // Q + index // TN
             lanes_side(lanes, r, group, C, col, first_program, TN, COL, True, EVEN)
         else:
-            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN, tokens)
             tile_side(tl.trans(values), None, col0, row0, C, col, TN, TM, COL, True, EVEN,
                       current_amax, first_program)  # fmt: skip

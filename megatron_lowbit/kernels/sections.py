@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_lowbit.kernels.launcher import cdiv
 
 FIRST_TILE, X, ROWS = (tl.constexpr(i) for i in range(3))
-"""Rows of a table: an entry for each matrix."""
+"""Rows of a table: an entry for each matrix. X is its address, or where rows are gathered the place
+of its first row in their list."""
 ROW_FIELDS, COL_FIELDS, QUANTIZE_FIELDS = (tl.constexpr(i) for i in (3, 8, 13))
 """First rows of both sides in the table of matrices to quantize; the number of its rows. The amaxes
 are taken by the same table."""

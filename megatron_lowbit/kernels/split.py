@@ -104,8 +104,11 @@ def rows_of(numbers: tuple[int, ...]) -> Rows:
 class SeparateMatrices(Sequence[Tensor]):
     """Matrices, each with its own address, such as experts' weights, that are looked at once.
 
-    ``template`` has the dtype, device, columns and strides of all.
+    ``template`` has the dtype, device, columns and strides of all. With ``tokens``, int32, they
+    have the rows of the template that these name, and addresses are places in their list.
     """
+
+    tokens: Tensor | None = None
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
         self.matrices, self.template = matrices, matrices[0]
@@ -175,6 +178,36 @@ class RowSlices(SeparateMatrices):
     @property
     def _row_bytes(self) -> int:
         return self.matrix.stride(0) * self.matrix.element_size()
+
+
+class GatheredRows(SeparateMatrices):
+    """Rows of a matrix (T0, K) in the order of ``tokens``, one part after another.
+
+    Args:
+        matrix: the matrix.
+        rows: number of rows of each part, of sum T.
+        tokens: (T,), int32, the matrix's row of each row.
+    """
+
+    alike = True
+
+    def __init__(self, matrix: Tensor, rows: Rows, tokens: Tensor) -> None:
+        self.template, self.rows, self.tokens = matrix, rows, tokens
+
+    @cached_property
+    def matrices(self) -> Sequence[Tensor]:  # type: ignore[override]
+        """The parts, as copies: for what has no kernel."""
+        return self.template[self.tokens].split(self.rows.on_host.tolist())
+
+    @property
+    def addresses(self) -> Numbers:  # type: ignore[override]
+        """The place of the first row of each in the list, int64."""
+        return self.rows.in_units(1).before
+
+    @property
+    def aligned(self) -> bool:
+        """True if each row begins at a multiple of 16 bytes."""
+        return RowSlices(self.template, self.rows).aligned
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A matrix is read as one tensor, or as ``lanes``: a tuple of P tensors, one for each place in a
 group of P neighbours along a column or along a row. Whatever goes together in a group, such as the
-values of a block or of a transform, then stays within a thread.
+values of a block or of a transform, then stays within a thread. Where ``tokens`` (R,), int32, are
+given, row r of the matrix is row ``tokens[r]`` of x.
 """
 
 import triton
@@ -11,64 +12,73 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(
-    x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
-):
+    x, stride_r, stride_c, row0, col0, R, C,
+    TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, tokens=None,
+):  # fmt: skip
     """Load x's tile at (row0, col0) in FP32, [TM, TN]; zeros outside of x."""
-    return load_raw(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN).to(tl.float32)
+    return load_raw(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN, tokens).to(tl.float32)
 
 
 @triton.jit
 def load_raw(
-    x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
-):
+    x, stride_r, stride_c, row0, col0, R, C,
+    TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, tokens=None,
+):  # fmt: skip
     """Load the same tile in x's own dtype."""
-    r, c = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
-    at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
+    r, c = tl.arange(0, TM), tl.arange(0, TN)[None, :]
+    at = _rows_at(x + _offset(col0, stride_c), stride_r, row0, r, R, tokens) + c * stride_c
     if EVEN:
         return tl.load(at)
     else:
-        return tl.load(at, mask=(row0 + r < R) & (col0 + c < C), other=0.0)
+        return tl.load(at, mask=(row0 + r < R)[:, None] & (col0 + c < C), other=0.0)
 
 
 @triton.jit
 def load_column_lanes(
     x, stride_r, stride_c, row0, col0, R, C,
-    TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, tokens=None,
 ):  # fmt: skip
     """Load the tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
     index = tl.arange(0, TM // P * TN)
     r, c = index // TN * P, index % TN
-    N: tl.constexpr = min(P, 16)
+    N: tl.constexpr = min(P, 16 if tokens is None else 8)
     lanes = _zeros(TM // P * TN, P)
     # Loops that carry the address. Where an operation makes it, Triton's coalescing walks all code
     # that is connected with the load, which takes longer than the rest of the compilation. A loop
     # of more steps, or one that goes on from another, would stay a loop: its lanes would pass
     # through local memory, which takes a hundred times as long.
     for first in tl.static_range(0, P, N):
-        at = x + _offset(row0 + first, stride_r) + _offset(col0, stride_c)
-        at += r * stride_r + c * stride_c
+        at = x + _offset(col0, stride_c) + c * stride_c
+        if tokens is None:
+            at += _offset(row0 + first, stride_r) + r * stride_r
+        else:
+            token, column = tokens + row0 + first + r, at
         for i in range(first, first + N):
+            if tokens is not None:
+                at = column + _offset(tl.load(token, mask=row0 + r + i < R, other=0), stride_r)
+                token += 1
             if EVEN:
                 lane = tl.load(at)
             else:
                 inside = (row0 + r + i < R) & (col0 + c < C)
                 lane = tl.load(at, mask=inside, other=0.0)
             lanes = lanes[1:] + (lane.to(tl.float32),)
-            at += stride_r
+            if tokens is None:
+                at += stride_r
     return lanes
 
 
 @triton.jit
 def load_row_lanes(
     x, stride_r, stride_c, row0, col0, R, C,
-    TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, tokens=None,
 ):  # fmt: skip
     """Load the tile as P tensors [TM * TN // P], rows slowest; the i-th: columns i, i + P, ..."""
     N: tl.constexpr = TM * TN // P
-    index = tl.arange(0, N)[:, None]
-    r, c = index // (TN // P), index % (TN // P) * P + tl.arange(0, 8)[None, :]
-    at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
-    r, c = row0 + r, col0 + c
+    index = tl.arange(0, N)
+    r, c = index // (TN // P), (index % (TN // P) * P)[:, None] + tl.arange(0, 8)[None, :]
+    at = _rows_at(x + _offset(col0, stride_c), stride_r, row0, r, R, tokens) + c * stride_c
+    r, c = (row0 + r)[:, None], col0 + c
     lanes = _zeros(N, P)
     for i in range(0, P, 8):
         if EVEN:
@@ -85,6 +95,16 @@ def load_row_lanes(
         lanes = lanes[8:] + (p0, p1, p2, p3, p4, p5, p6, p7)
         at += 8 * stride_c
     return lanes
+
+
+@triton.jit
+def _rows_at(x, stride_r, row0, r, R, tokens):
+    """Return the addresses [N, 1] of rows row0 + r [N]."""
+    if tokens is None:
+        return x + _offset(row0, stride_r) + r[:, None] * stride_r
+    else:
+        rows = tl.load(tokens + row0 + r, mask=row0 + r < R, other=0)
+        return x + _offset(rows, stride_r)[:, None]
 
 
 @triton.jit

@@ -14,11 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import DeviceRows, Rows, RowSlices, rows_of, transposes_of
+from megatron_lowbit.kernels.split import (
+    DeviceRows,
+    GatheredRows,
+    Rows,
+    RowSlices,
+    rows_of,
+    transposes_of,
+)
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.counts import DeviceCounts, counts_on_host
+from megatron_lowbit.layers.counts import (
+    DeviceCounts,
+    Permutation,
+    TokensPerExpert,
+    counts_on_host,
+    permutation_of,
+    permuted,
+)
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
 from megatron_lowbit.numerics import Operand, QuantizedTensor, Requests, Rounding
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
@@ -61,7 +75,7 @@ class GroupContext:
         return self.context.precision.wgrad.requantizes_rhs
 
     def fprop_inputs(
-        self, xs: RowSlices, codes: QuantizedTensor | None, keep: bool
+        self, xs: RowSlices | GatheredRows, codes: QuantizedTensor | None, keep: bool
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return each layer's x (R, K) for fprop, or its codes of all; and what wgrad keeps."""
         if not self.requantizes:
@@ -148,18 +162,25 @@ def counts_on_device(context: LinearContext, weights: Sequence[Tensor], rows: in
     return context.engine.takes_counts(pairs, weights, rows)
 
 
+def quantizes_input(context: LinearContext) -> bool:
+    """Return True if no product takes the input in high precision."""
+    gemms = Gemm.FPROP, Gemm.WGRAD
+    return all(context.precision.quantizer(gemm, Role.INPUT) is not None for gemm in gemms)
+
+
 def lowbit_grouped_linear(
     x: Tensor | Operand,
     weights: Sequence[Tensor],
     contexts: GroupContext | Sequence[LinearContext | None],
-    tokens_per_expert: Sequence[int] | DeviceCounts,
+    tokens_per_expert: TokensPerExpert,
     biases: Sequence[Tensor | None],
 ) -> Tensor:
     """Compute ``x_e @ weight_e.T + bias_e`` for the tokens of each expert e.
 
     Args:
-        x: (T, K), FP32 or BF16, one expert's tokens after another's. Fprop's codes that come with
-            it are taken in place of its values.
+        x: (T, K), FP32 or BF16, one expert's tokens after another's; or (T0, K), all tokens, which
+            are quantized in the order of a permutation. Fprop's codes that come with it are taken
+            in place of its values.
         weights: (N, K) of each expert.
         contexts: one for all experts together, which have no biases then; or one for each expert,
             None for high precision.
@@ -179,11 +200,12 @@ def lowbit_grouped_linear(
         raise ValueError("x: codes need one context, with wgrad.input.requantize")
     if isinstance(contexts, GroupContext):
         context = context_of(contexts.context, x)
-        rows = _rows(tokens_per_expert, context, weights)
         group = replace(contexts, context=context)
-        y: Tensor = _GroupedLinear.apply(x, codes, rows, group, *weights)  # type: ignore[no-untyped-call]
+        values, rows, permutation = _source(x, tokens_per_expert, context, weights)
+        y: Tensor = _GroupedLinear.apply(values, codes, rows, permutation, group, *weights)  # type: ignore[no-untyped-call]
         return y
-    products, parts = [], x.split(counts_on_host(tokens_per_expert))
+    parts = permuted(x, tokens_per_expert).split(counts_on_host(tokens_per_expert))
+    products = []
     for part, weight, one, bias in zip(parts, weights, contexts, biases, strict=True):
         if one is None or not len(part):
             products.append(F.linear(part, weight, bias))
@@ -192,14 +214,21 @@ def lowbit_grouped_linear(
     return torch.cat(products)
 
 
-def _rows(
-    tokens: Sequence[int] | DeviceCounts, context: LinearContext, weights: Sequence[Tensor]
-) -> Rows:
-    """Return the numbers of tokens, on the device where they need not be known on the host."""
+def _source(
+    x: Tensor, tokens: TokensPerExpert, context: LinearContext, weights: Sequence[Tensor]
+) -> tuple[Tensor, Rows, Permutation | None]:
+    """Return the input, the numbers of its rows and its permutation, which needs device counts.
+
+    The numbers are on the device where they need not be known on the host.
+    """
     if isinstance(tokens, DeviceCounts) and counts_on_device(context, weights, tokens.rows):
         # A CUDA graph may write others there before the backward pass.
-        return DeviceRows(tokens.counts.clone(), tokens.rows)
-    return rows_of(tuple(counts_on_host(tokens)))
+        rows: Rows = DeviceRows(tokens.counts.clone(), tokens.rows)
+        if quantizes_input(context):
+            return x, rows, permutation_of(x, tokens)
+    else:
+        rows = rows_of(tuple(counts_on_host(tokens)))
+    return permuted(x, tokens), rows, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -210,14 +239,18 @@ class _GroupedLinear(torch.autograd.Function):
         x: Tensor,
         codes: QuantizedTensor | None,
         tokens: Rows,
+        permutation: Permutation | None,
         group: GroupContext,
         *weights: Tensor,
     ) -> Tensor:
+        xs: RowSlices | GatheredRows = RowSlices(x, tokens)
+        if permutation is not None:
+            xs = GatheredRows(x, tokens, permutation.tokens)
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
-        inputs, kept = group.fprop_inputs(RowSlices(x, tokens), codes, keeps)
+        inputs, kept = group.fprop_inputs(xs, codes, keeps)
         by_row, by_col = operands.quantize_weight(group.context, lambda: weights, group.quantize)
-        y = x.new_empty(len(x), len(weights[0]))
+        y = x.new_empty(tokens.in_units(1).total, len(weights[0]))
         group.multiply(Gemm.FPROP, inputs, by_row, RowSlices(y, tokens))
         needs_dgrad = trains and x.requires_grad
         saved = kept if keeps else None, by_col if needs_dgrad else None
@@ -225,7 +258,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.saved = [flatten(part, tensors) for part in saved]
         ctx.save_for_backward(*tensors)
         ctx.versions = operands.versions_of(weights if needs_dgrad else [])
-        ctx.tokens, ctx.group, ctx.weights = tokens, group, weights
+        ctx.tokens, ctx.permutation, ctx.group, ctx.weights = tokens, permutation, group, weights
         return y
 
     @staticmethod
@@ -236,7 +269,7 @@ class _GroupedLinear(torch.autograd.Function):
         operands.check_versions(weights, ctx.versions)
         tensors = iter(ctx.saved_tensors)
         kept, dgrad_weights = (unflatten(part, tensors) for part in ctx.saved)
-        needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
         row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
         by_row, by_col = group.quantize(RowSlices(grad, tokens), Role.GRAD, row, col)
         dgrad = None
@@ -246,10 +279,12 @@ class _GroupedLinear(torch.autograd.Function):
             dgrad = grad.new_empty(len(grad), weights[0].shape[1])
             group.multiply(Gemm.DGRAD, by_row, dgrad_weights, RowSlices(dgrad, tokens))
             by_row = dgrad_weights = None
+            if ctx.permutation is not None:
+                dgrad = ctx.permutation.sum_by_token(dgrad)
         wgrads: Sequence[Tensor | None] = [None] * len(weights)
         if needs_wgrad:
             wgrads = _accumulate_wgrads(group, by_col, group.wgrad_inputs(kept), weights)
-        return dgrad, None, None, None, *wgrads
+        return dgrad, None, None, None, None, *wgrads
 
 
 def _accumulate_wgrads(

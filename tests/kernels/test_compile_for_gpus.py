@@ -104,7 +104,7 @@ def main(cases: list[str]) -> None:
     )
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
     from megatron_lowbit.kernels.routes import Form
-    from megatron_lowbit.kernels.split import DeviceRows, SeparateMatrices
+    from megatron_lowbit.kernels.split import DeviceRows, GatheredRows, Rows, SeparateMatrices
     from megatron_lowbit.numerics import (
         DelayedAmax,
         Draw,
@@ -168,6 +168,8 @@ def main(cases: list[str]) -> None:
     earlier = torch.empty((), device="meta")
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     odd = torch.empty(272, 528, dtype=torch.bfloat16, device="meta")
+    numbers = torch.empty(272, dtype=torch.int32, device="meta")
+    gathered = GatheredRows(odd, Rows([100, 172]), numbers)
     for name in [name for name in FORMATS if name in cases]:
         format, options, rounding, size, forms = FORMATS[name]
         quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
@@ -184,6 +186,8 @@ def main(cases: list[str]) -> None:
             reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
             # One more is the number of the tile's matrix.
             assert reads[1] == reads[0] + 1, f"{name}: numbers of many are read one by one"
+            launch_sections.quantize_sections(gathered, *many, sides)
+            assert launch_sections.quantize_kernel.single_reads == reads[1], name
             with pytest.MonkeyPatch.context() as patch:  # as many as run at the same time
                 patch.setattr(launch_sections, "multiprocessors", lambda device: 132)
                 launch_sections.quantize_sections(both, *many, sides)

@@ -8,14 +8,21 @@ import torch
 
 from megatron_lowbit.kernels import of_counts
 from megatron_lowbit.kernels.device_tables import Entries, make_table
-from megatron_lowbit.kernels.launch_sections import quantize_sections
+from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.launcher import _type_key, cdiv
+from megatron_lowbit.kernels.operand_group import OperandGroup
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import Table, columns_for, table_of
-from megatron_lowbit.kernels.split import DeviceRows, Rows, RowSlices
+from megatron_lowbit.kernels.split import (
+    DeviceRows,
+    GatheredRows,
+    Rows,
+    RowSlices,
+    SeparateMatrices,
+)
 from megatron_lowbit.numerics import Requests
 from tests.kernels.test_quantize import DEVICE, values
-from tests.kernels.test_sections import check_same, request_of
+from tests.kernels.test_sections import CASES, check_same, request_of
 from tests.marks import others_slow
 
 
@@ -118,26 +125,48 @@ def test_launches_of_other_tuples_are_compiled_anew():
     assert _type_key((32, 5)) == _type_key((16, 3))
 
 
-FORMS_OF = {
-    "fp8 tiles": "CODES FOLDED", "fp8 tensor": "CODES CODES", "mxfp8": "FOLDED FOLDED",
-    "nvfp4": "BF16 CODES", "ms-eden": "CODES BF16",
-}  # fmt: skip
+FORMS_OF = {case: forms for case, (*_, forms) in CASES.items()} | {"mxfp8": "FOLDED FOLDED"}
+ON_DEVICE = ["fp8 tiles", "fp8 tensor", "mxfp8", "nvfp4", "ms-eden"]
 
 
-@pytest.mark.usefixtures("not_a_number_in_free_memory")
-@pytest.mark.parametrize("counts", [[24, 0, 16], [0, 200, 0, 7]], ids=str)
-@pytest.mark.parametrize("case", others_slow(FORMS_OF, ["fp8 tiles", "fp8 tensor", "nvfp4"]))
-def test_the_operands_of_known_numbers(case, counts):
-    x, forms = values(sum(counts), 48, torch.bfloat16).to(DEVICE), FORMS_OF[case].split()
-    keys = range(7, 7 + len(counts))
+QUICK = ["fp8 tiles", "fp8 tensor", "nvfp4"]
+COUNTS = [[24, 0, 16], [0, 200, 0, 7]]
+
+
+def operands_of(case: str, xs: SeparateMatrices) -> tuple[OperandGroup, OperandGroup]:
+    forms, keys = FORMS_OF[case].split(), range(7, 7 + len(xs))
     rows, cols = (
         Requests(request_of(case, 0, left=left), keys, [key + 100 for key in keys])
         for left in (True, False)
     )
-    made, known = (
-        quantize_sections(RowSlices(x, one), rows, cols, tuple(Form[form] for form in forms))
-        for one in (on_device(counts), Rows(counts))
-    )
-    for one, other in zip(made, known, strict=True):
+    assert takes_sections(xs, rows, cols)
+    return quantize_sections(xs, rows, cols, tuple(Form[form] for form in forms))
+
+
+def check_operands(made: SeparateMatrices, known: SeparateMatrices, case: str, counts) -> None:
+    for one, other in zip(operands_of(case, made), operands_of(case, known), strict=True):
         for number in np.flatnonzero(counts):
             check_same(one[number], other[number], one.layout.stacks_columns)
+
+
+@pytest.mark.usefixtures("not_a_number_in_free_memory")
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("case", others_slow(ON_DEVICE, QUICK))
+def test_the_operands_of_known_numbers(case, counts):
+    x = values(sum(counts), 48, torch.bfloat16).to(DEVICE)
+    check_operands(RowSlices(x, on_device(counts)), RowSlices(x, Rows(counts)), case, counts)
+
+
+@pytest.mark.usefixtures("not_a_number_in_free_memory")
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, QUICK))
+def test_the_operands_of_gathered_rows(case, counts):
+    """Rows of a matrix by their numbers, some of them in several matrices and some in none."""
+    x = values(60, 48, torch.bfloat16).to(DEVICE)
+    draws = torch.Generator().manual_seed(3)
+    tokens = torch.randint(60, (sum(counts),), generator=draws, dtype=torch.int32).to(DEVICE)
+    for rows in (on_device(counts), Rows(counts)):
+        gathered = GatheredRows(x, rows, tokens)
+        check_operands(gathered, RowSlices(x[tokens], Rows(counts)), case, counts)
+        for part, expected in zip(gathered, x[tokens].split(counts), strict=True):
+            assert torch.equal(part, expected)

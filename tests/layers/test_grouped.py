@@ -14,9 +14,11 @@ from megatron_lowbit.layers import (
     Shards,
     WeightCache,
     counts_on_device,
+    grouped,
     lowbit_grouped_linear,
     lowbit_linear,
 )
+from megatron_lowbit.layers.counts import Permutation
 from megatron_lowbit.layers.grouped import can_group
 from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe, shipped_recipes
@@ -142,8 +144,9 @@ class Unread(torch.Tensor):
 class Counts(DeviceCounts):
     """Numbers of tokens as a dispatcher leaves them on the device."""
 
-    def __init__(self, counts: list[int], device: str) -> None:
-        super().__init__(torch.tensor(counts, device=device).as_subclass(Unread), sum(counts))
+    def __init__(self, counts: list[int], device: str, permutation=None) -> None:
+        numbers = torch.tensor(counts, device=device).as_subclass(Unread)
+        super().__init__(numbers, sum(counts), permutation)
         self.reads, self._counts = 0, counts
 
     def on_host(self) -> list[int]:
@@ -151,23 +154,26 @@ class Counts(DeviceCounts):
         return self._counts
 
 
-def passes(recipe: str, counts: list[int], tokens, added: bool = True) -> list[torch.Tensor]:
-    """Return a layer's result and gradients, of 64 to 48 features, by kernels."""
+def passes(recipe: str, counts: list[int], tokens, rows=None) -> list[torch.Tensor]:
+    """Return a layer's result and gradients, of 64 to 48 features, by kernels.
+
+    ``rows``: function that makes the layer's input from 50 tokens; None for rows of their own.
+    """
     context = LinearContext(
         load_recipe(recipe).precision_for(MIDDLE), fused.FusedEngine((9, 0)), 3,
-        accumulate_main_grad=added,
+        accumulate_main_grad=True,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(7)
+    generator, total = torch.Generator().manual_seed(7), sum(counts)
     x, grad, *weights = (
         torch.randn(*size, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
-        for size in ((sum(counts), 64), (sum(counts), 48), *[(48, 64)] * len(counts))
+        for size in ((50 if rows else total, 64), (total, 48), *[(48, 64)] * len(counts))
     )
-    for weight in weights if added else ():
+    for weight in weights:
         weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
     group, biases = GroupContext(context, range(len(counts))), [None] * len(counts)
-    y = lowbit_grouped_linear(x, weights, group, tokens, biases)
+    y = lowbit_grouped_linear(rows(x) if rows else x, weights, group, tokens, biases)
     y.backward(grad)
-    return [y, x.grad, *(weight.main_grad if added else weight.grad for weight in weights)]
+    return [y, x.grad, *(weight.main_grad for weight in weights)]
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,6 +195,27 @@ def test_numbers_of_tokens_that_stay_on_the_device(recipe, counts):
     tokens = Counts([*counts], DEVICE)
     made, known = (passes(recipe, counts, one) for one in (tokens, counts))
     assert not tokens.reads
+    for one, other in zip(made, known, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", others_slow([*ON_DEVICE, "mxfp4-backward"], ["fp8-tile"]))
+def test_tokens_that_are_quantized_in_the_order_of_experts(recipe, monkeypatch):
+    """The bits are those of permuted tokens; only products in BF16 make a copy of these."""
+    copies, permute = [], grouped.permuted
+    monkeypatch.setattr(
+        grouped, "permuted", lambda x, tokens: copies.append(x) or permute(x, tokens)
+    )
+    counts, draws = [20, 0, 7, 37], torch.Generator().manual_seed(3)
+    order = torch.randint(50, (sum(counts),), generator=draws, dtype=torch.int32).to(DEVICE)
+
+    def sum_by_token(grad):
+        return torch.zeros(50, 64, dtype=grad.dtype, device=DEVICE).index_add(0, order, grad)
+
+    tokens = Counts(counts, DEVICE, Permutation(order, sum_by_token))
+    made = passes(recipe, counts, tokens, lambda x: x)
+    assert len(copies) == (recipe in ("bf16", "mxfp4-backward")) and not tokens.reads
+    known = passes(recipe, counts, Counts(counts, DEVICE), lambda x: x.index_select(0, order))
     for one, other in zip(made, known, strict=True):
         assert torch.equal(one, other)
 
@@ -235,6 +262,16 @@ def test_numbers_on_the_device_that_the_host_needs():
         tokens = Counts(TOKENS, "cpu")
         assert torch.equal(lowbit_grouped_linear(x, weights, group, tokens, nothing), expected)
         assert tokens.reads == 1
+        order = torch.arange(len(x), dtype=torch.int32).flip(0)
+        tokens = Counts(
+            TOKENS, "cpu", Permutation(order, lambda grad: torch.cat([grad.flip(0)] * 2))
+        )
+        other = torch.cat([x.flip(0)] * 2).detach().requires_grad_()
+        y = lowbit_grouped_linear(other, weights, group, tokens, nothing)
+        assert torch.equal(y, expected)
+        y.sum().backward()
+        by_row = torch.autograd.grad(expected.sum(), x, retain_graph=True)[0]
+        assert torch.equal(other.grad, torch.cat([by_row.flip(0)] * 2))
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp4-backward"])

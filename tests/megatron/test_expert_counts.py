@@ -2,12 +2,17 @@
 
 import shlex
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.kernels.split import GatheredRows
+from megatron_lowbit.layers import grouped
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.features import expert_counts
 from megatron_lowbit.megatron.features.expert_counts import ExpertCounts
@@ -22,6 +27,7 @@ from tests.short_runs import steps
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -53,6 +59,11 @@ MODELS = {
     "nvfp4, hybrid": f"--hybrid-layer-pattern ME --mamba-state-dim 8 --mamba-head-dim 16 "
     f"--mamba-num-groups 2 --position-embedding-type none {NVFP4}",
 }
+BY_KERNELS = {
+    "fp8-tile": f"{GPT} --precision-recipe fp8-tile --bf16",
+    "nvfp4, kernels": f"{GPT} {NVFP4} --bf16",
+    "nvfp4, recomputed": MODELS["nvfp4, recomputed"],
+}
 OVERRIDDEN = {"_maybe_dtoh_and_synchronize", "dispatch_postprocess", "combine_preprocess"}
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models on the CPU")
@@ -65,7 +76,8 @@ def moe_layer(model: str):
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         patch.setattr(ExpertCounts, "is_on", lambda args, recipe: False)
         patch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-        config = model_config_of(parse_arguments(shlex.split(ARGUMENTS + model)))
+        arguments = ARGUMENTS + (MODELS | BY_KERNELS)[model]
+        config = model_config_of(parse_arguments(shlex.split(arguments)))
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
@@ -78,8 +90,36 @@ def moe_layer(model: str):
         yield layer
 
 
-def install(layer: MoELayer) -> None:
-    ExpertCounts(SimpleNamespace(chunks=[layer])).install()
+def install(layer: MoELayer) -> ExpertCounts:
+    feature = ExpertCounts(SimpleNamespace(chunks=[layer]))
+    feature.install()
+    feature.wrap([layer])
+    return feature
+
+
+def use_kernels(layer: MoELayer) -> None:
+    """Let experts compute in BF16 by kernels, in Triton's interpreter."""
+    layer.config.params_dtype = torch.bfloat16
+    set_engine(layer.bfloat16(), FusedEngine((9, 0)))
+
+
+def set_engine(layer: MoELayer, engine) -> None:
+    for state in layer_states([layer.experts]):
+        state.plan = replace(state.plan, engine=engine)
+
+
+@pytest.fixture
+def gathered(monkeypatch) -> list[torch.Tensor]:
+    """Tokens that are quantized in the order of experts, in the end."""
+    tokens: list[torch.Tensor] = []
+
+    def gather(x, rows, numbers):
+        assert len(numbers) == 2 * len(x)
+        tokens.append(x)
+        return GatheredRows(x, rows, numbers)
+
+    monkeypatch.setattr(grouped, "GatheredRows", gather)
+    return tokens
 
 
 def overridden(layer: MoELayer) -> set[str]:
@@ -122,9 +162,76 @@ def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
 
 
 @on_a_cpu
-def test_experts_need_no_more_than_a_graph_of_the_router_returns():
+@pytest.mark.parametrize("model", others_slow(BY_KERNELS, ["fp8-tile"]))
+def test_tokens_are_quantized_without_permuted_copies(model, gathered):
+    """Kernels take them in the order of experts; the bits are those of permuted tokens."""
+    with moe_layer(model) as layer:
+        use_kernels(layer)
+        expected = results(layer)
+        install(layer)
+        check_same(results(layer), expected)
+        assert len(gathered) == 1 + ("recomputed" in model)
+
+
+@on_a_cpu
+def test_permutation_by_fused_kernels(gathered, monkeypatch):
+    """They map tokens to rows by other numbers than those of the tokens."""
+
+    def permute(x, probs, routing_map, num_out_tokens):
+        assert x.requires_grad  # otherwise probabilities may have no gradient
+        rows, permuted_probs, order, *_ = moe_utils.permute(x, routing_map, probs, num_out_tokens)
+        return rows, permuted_probs, -order
+
+    def unpermute(rows, row_map, merging_probs, restore_shape, **_):
+        return moe_utils.unpermute(rows, -row_map, restore_shape)
+
+    with moe_layer("fp8-tile") as layer:
+        use_kernels(layer)
+        expected = results(layer)
+        install(layer)
+        monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+        monkeypatch.setattr(moe_utils, "fused_permute_with_probs", permute)
+        monkeypatch.setattr(moe_utils, "fused_unpermute", unpermute)
+        monkeypatch.setattr(layer.config, "moe_permute_fusion", True)
+        check_same(results(layer), expected)
+        assert len(gathered) == 1
+
+
+@on_a_cpu
+def test_tokens_of_other_passes_are_permuted(gathered):
+    """They are in BF16, have experts without kernels, or go to one expert each."""
+    with moe_layer("fp8-tile") as layer:
+        use_kernels(layer)
+        set_engine(layer, ReferenceEngine("tests"))
+        expected = results(layer)
+        set_engine(layer, FusedEngine((9, 0)))
+        feature = install(layer)
+        set_engine(layer, ReferenceEngine("tests"))  # after a step has begun
+        check_same(results(layer), expected)
+        hook = layer.experts.linear_fc1[0].register_forward_hook(lambda *_: None)
+        check_same(results(layer), expected)  # called one by one
+        hook.remove()
+        set_engine(layer, FusedEngine((9, 0)))
+        assert expert_counts._takes_tokens(layer, training=True)
+        assert not expert_counts._takes_tokens(layer, training=False)
+        for owner, name, value in (
+            (layer.config, "moe_router_topk", 1), (layer.token_dispatcher, "shared_experts", "any"),
+        ):  # fmt: skip
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, name, value)
+                assert not expert_counts._takes_tokens(layer, training=True)
+        feature.begin_step(1, training=False)
+        results(layer)
+        assert not gathered
+
+
+@on_a_cpu
+@pytest.mark.parametrize("model", ["nvfp4", "fp8-tile"])
+def test_experts_need_no_more_than_a_graph_of_the_router_returns(model, gathered):
     """Graphs of other passes change what else the dispatcher keeps."""
-    with moe_layer(MODELS["nvfp4"]) as layer:
+    with moe_layer(model) as layer:
+        if model in BY_KERNELS:
+            use_kernels(layer)
         expected = results(layer)
         install(layer)
         dispatcher = layer.token_dispatcher
@@ -144,6 +251,7 @@ def test_experts_need_no_more_than_a_graph_of_the_router_returns():
             return layer(None, intermediate_tensors=(output, shared))
 
         check_same(results(layer, forward), expected)
+        assert bool(gathered) is (model in BY_KERNELS)
 
 
 class Watched(torch.Tensor):
@@ -164,8 +272,8 @@ def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
     Watched.calls, made, reads = [], [], []
 
     class Counts(expert_counts.DeviceCounts):
-        def __init__(self, counts, rows):
-            super().__init__(counts.as_subclass(Watched), rows)
+        def __init__(self, counts, rows, permutation):
+            super().__init__(counts.as_subclass(Watched), rows, permutation)
             assert counts.sum() == rows
             made.append(self)
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import DeviceCounts, GroupContext, lowbit_linear
+from megatron_lowbit.layers.counts import Permutation
 from megatron_lowbit.megatron.layers import state as layer_state
 from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert, with_grouped_experts
 from megatron_lowbit.megatron.layers.state import LayerPlan, layer_of, layer_states
@@ -244,6 +245,13 @@ def test_high_precision_is_left_to_the_module():
     assert taken_over("nvfp4").eval()(x, TOKENS) == ("high precision", TOKENS)
     counts = DeviceCounts(torch.tensor(TOKENS), sum(TOKENS))
     assert taken_over("bf16")(x, counts) == ("high precision", TOKENS)
+    order, given = torch.arange(sum(TOKENS), dtype=torch.int32) // 2, []
+    counts.permutation = Permutation(order, lambda rows: rows)
+    module = taken_over("bf16")
+    module.forward.high_precision = lambda x, _: given.append(x)
+    tokens = torch.randn(sum(TOKENS) // 2, 64)
+    module(tokens, counts)
+    assert torch.equal(given[0], tokens.repeat_interleave(2, 0))
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,9 @@ from megatron.core.transformer.moe.experts import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_lowbit.layers import (
-    DeviceCounts,
-    GroupContext,
-    LinearContext,
-    counts_on_host,
-    lowbit_grouped_linear,
-)
+from megatron_lowbit.layers import GroupContext, LinearContext, lowbit_grouped_linear
 from megatron_lowbit.layers.autograd_state import eager
+from megatron_lowbit.layers.counts import TokensPerExpert, counts_on_host, permuted
 from megatron_lowbit.megatron.layers.specs import change_parts
 from megatron_lowbit.megatron.layers.state import (
     LayerPlan,
@@ -52,9 +47,7 @@ class GroupedLinear(torch.nn.ModuleList):
         self._groups = pg_collection
         self.register_load_state_dict_pre_hook(_rename_loaded)
 
-    def forward(
-        self, x: Tensor, tokens_per_expert: list[int] | DeviceCounts
-    ) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, tokens_per_expert: TokensPerExpert) -> tuple[Tensor, None]:
         """Multiply each expert's tokens, which come one expert after another, by its weight."""
         contexts = self._contexts(x.dtype is self[0].weight.dtype is torch.bfloat16)
         if contexts is not None:
@@ -64,7 +57,7 @@ class GroupedLinear(torch.nn.ModuleList):
             return lowbit_grouped_linear(
                 operand, weights, contexts, tokens_per_expert, biases
             ), None
-        parts = x.split(counts_on_host(tokens_per_expert))
+        parts = permuted(x, tokens_per_expert).split(counts_on_host(tokens_per_expert))
         products = [linear(part)[0] for linear, part in zip(self, parts, strict=True)]
         return torch.cat(products), None
 
@@ -175,15 +168,14 @@ class _GroupedProduct:
         self.is_plain = is_plain and module.config.expert_gtp_weight_remat_size == 1
 
     @eager  # The key is another one in every microbatch.
-    def __call__(
-        self, x: Tensor, tokens_per_expert: list[int] | DeviceCounts
-    ) -> tuple[Tensor, Any]:
+    def __call__(self, x: Tensor, tokens_per_expert: TokensPerExpert) -> tuple[Tensor, Any]:
         module, states = self.module, self.module.expert_states
         adds_bias = module.use_bias and not module.te_return_bias
         in_bf16 = self.is_plain and x.dtype is module.weight0.dtype is torch.bfloat16
         contexts = expert_contexts(states, module.training, in_bf16, adds_bias)
         if contexts is None:
-            return self.high_precision(x, counts_on_host(tokens_per_expert))
+            counts = counts_on_host(tokens_per_expert)
+            return self.high_precision(permuted(x, tokens_per_expert), counts)
         experts = range(len(states))
         biases = [getattr(module, f"bias{i}") if module.use_bias else None for i in experts]
         added = biases if adds_bias else [None] * len(states)
