@@ -33,6 +33,8 @@ _POSITIONS = {"rope": _ROPE, "yarn": (*_ROPE, *_YARN)}
 """Arguments by the type of position embeddings."""
 _OPTIONAL = (
     ("use_rope_scaling", "rope_scaling_factor"),
+    ("add_qkv_bias",),
+    ("no_rope_freq",),
     ("qk_layernorm",),
     ("layernorm_zero_centered_gamma",),
     ("geglu",),
@@ -71,6 +73,8 @@ _FINITE = ("mscale", "mscale_all_dim", "glu_linear_offset")
 FEATURES: dict[str, Any] = {
     "multi_latent_attention": False,
     "q_lora_rank": None,
+    "add_qkv_bias": False,
+    "no_rope_freq": None,
     "qk_layernorm": False,
     "layernorm_zero_centered_gamma": False,
     "geglu": False,
@@ -102,7 +106,6 @@ _UNCONVERTED: dict[str, Any] = {
     "moe_latent_size": None,
     "moe_shared_expert_gate": False,
     "mtp_num_layers": None,
-    "no_rope_freq": None,
     "qk_l2_norm": False,
     "rotary_interleaved": False,
 }
@@ -150,6 +153,9 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         layers = _pattern(model, "moe_layer_freq", lambda layer, n: layer % n == 0)
         # Checkpoints hold a tensor of all layers with experts, or else one for each layer.
         model["moe_layer_freq"] = 1 if model["moe_layer_freq"] == 1 else layers
+    if "no_rope_freq" in model:
+        name = "no_rope_freq"
+        model[name] = _pattern(model, name, lambda layer, n: (layer + 1) % n == 0)
     if "window_size" in model:
         name = "window_attn_skip_freq"
         model[name] = (
@@ -171,6 +177,8 @@ def _optional(arguments: Mapping[str, Any]) -> list[str]:
     for name, usual in FEATURES.items():
         if name in names and arguments.get(name, usual) == usual:
             names.remove(name)
+    if arguments.get("add_bias_linear") and "add_qkv_bias" in names:
+        names.remove("add_qkv_bias")  # It follows from the other.
     positions = Entries(arguments, _PLACE).string("position_embedding_type", "")
     return [*_POSITIONS.get(positions, ()), *names]
 

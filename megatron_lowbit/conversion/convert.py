@@ -202,14 +202,15 @@ def to_hugging_face(
     """
     checkpoint = open_checkpoint(source)
     model = checkpoint.model_arguments(vocab_size)
-    family = family_of(model)
     if companions is None and (source / COMPANIONS).is_dir():
         companions = source / COMPANIONS
         require(not companions.is_symlink(), f"{companions}: a link is not followed; delete it")
     if companions is not None:
         companion_files(companions)
+    others = _other_entries(companions)
+    family = family_of(model, others)
     rules, wanted = family.rules(model), getattr(torch, dtype) if dtype else None
-    config = _other_entries(companions) | family.to_config(model)
+    config = others | family.to_config(model)
     checkpoint.check(target for rule in rules for target in rule.targets)
     stored = checkpoint.dtype(rules[0].targets[0])
     config["torch_dtype"] = dtype or str(stored).removeprefix("torch.")

@@ -73,12 +73,19 @@ def experts_of_a_token(experts: Entry) -> Entry:
 
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"
+_ALL_TOKENS = 2**31 - 1
+"""Window of a model that has none."""
 
 
-def window(default: int) -> Entry:
+def window(default: int = _ALL_TOKENS) -> Entry:
     """Return the entry that is the number of tokens to attend to, with the token itself."""
     key = "sliding_window"
-    return Entry(key, lambda entries: (entries.integer(key, default) - 1, 0), lambda w: w[0] + 1)
+
+    def read(entries: Entries) -> tuple[int, int] | None:
+        tokens = entries.integer(key, default)
+        return None if tokens == _ALL_TOKENS else (tokens - 1, 0)
+
+    return Entry(key, read, lambda window: window and window[0] + 1)
 
 
 def windows(usual: Callable[[Entries], Sequence[bool]]) -> Entry:

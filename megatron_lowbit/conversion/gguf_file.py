@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, companion_files
 from megatron_lowbit.conversion.convert import lazy_chunks
 from megatron_lowbit.conversion.families import from_config
-from megatron_lowbit.conversion.families.dense import LLAMA3_ROPE
+from megatron_lowbit.conversion.families.rope import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
@@ -139,6 +139,9 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     known = " and ".join(ARCHITECTURES)
     require(converted.name in ARCHITECTURES, f"to-gguf converts {known}, not {converted.name}")
     model, names = converted.model, [name for rule in converted.rules for name in rule.names]
+    is_scaled = model["rotary_seq_len_interpolation_factor"] or "yarn_beta_fast" in model
+    require(not is_scaled, f"{source}: to-gguf writes rope_type 'default' and 'llama3' alone")
+    require(not model["add_bias_linear"], f"{source}: to-gguf converts no biases")
     folder.check(names)
     for rule in converted.rules:
         lazy_chunks(folder, rule)  # checks shapes

@@ -31,6 +31,12 @@ CASES = [
     ("mixtral", 1, 1, 2), ("uniform qwen3-moe", 1, 1, 4), ("deepseek-v3", 1, 1, 2),
     ("gpt-oss", 1, 1, 1), ("gpt-oss", 2, 1, 1), ("gpt-oss", 1, 2, 1), ("gpt-oss", 1, 1, 2),
     ("gemma-3", 1, 1, 1), ("gemma-3", 2, 1, 1), ("gemma-3", 1, 2, 1),
+    ("seed-oss", 1, 1, 1), ("smollm3", 1, 1, 1), ("smollm3", 2, 1, 1), ("smollm3", 1, 2, 1),
+    ("phi-3", 1, 1, 1), ("phi-3", 2, 1, 1),
+    ("llama with biases", 1, 1, 1), ("llama with biases", 2, 1, 1),
+    ("linear llama", 1, 1, 1), ("yarn qwen2", 1, 1, 1),
+    ("qwen2", 1, 1, 1), ("qwen2", 2, 1, 1), ("qwen2", 1, 2, 1),
+    ("mistral", 1, 1, 1), ("mistral", 2, 1, 1), ("mistral without windows", 1, 1, 1),
 ]  # fmt: skip
 """Models over numbers of tensor-, pipeline- and expert-parallel ranks."""
 # Those of four ranks, which combine or double what two have, are not in make test.
@@ -78,6 +84,25 @@ def test_there_and_back(name, sources, tmp_path):
     assert {key: now.get(key) for key in SIZES} == {key: was.get(key) for key in SIZES}
     assert now["initializer_range"] == 0.3
     assert from_config(now) == from_config(was)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama with biases", "linear llama", "yarn qwen2", "mistral", "mistral without windows",
+     "seed-oss", "smollm3", "phi-3"],
+)  # fmt: skip
+def test_an_export_computes_the_same_in_transformers(name, sources, tmp_path):
+    """By the exported config.json, whose entries have other names than transformers' own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    to_megatron(sources[name], tmp_path / "there")
+    to_hugging_face(tmp_path / "there", tmp_path / "back")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "back"))
+    model.load_state_dict(weights(tmp_path / "back"), strict=name != "smollm3")  # tied
+    expected = torch.load(sources[name] / "logits.pt")
+    with torch.no_grad():
+        seen = model.eval()(TOKENS).logits
+    assert (seen - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline", "expert"), EACH)

@@ -324,6 +324,27 @@ def test_other_families_are_refused(tmp_path):
         to_gguf(tmp_path, tmp_path / "a.gguf")
 
 
+ALONE = "to-gguf writes rope_type 'default' and 'llama3' alone"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ALONE),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+         ALONE),
+        ({"attention_bias": True, "mlp_bias": True}, "to-gguf converts no biases"),
+    ],
+)  # fmt: skip
+def test_other_llamas_are_refused(change, message, tmp_path):
+    folder = plain_folder(tmp_path / "model", rope_parameters=None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message):
+        to_gguf(folder, tmp_path / "a.gguf")
+    assert not (tmp_path / "a.gguf").exists()
+
+
 OTHER = "and no other tokenizer"
 BAD = {
     "a number outside": ({"model": {"type": "BPE", "vocab": {"a": 384}}}, "a 384: must be an int"),

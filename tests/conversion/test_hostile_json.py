@@ -78,8 +78,8 @@ def broken(source, tmp_path) -> Path:
             "architecture NoSuch is not one of NemotronHForC",
         ),
         ({"architectures": ["GPT2LMHeadModel"]}, "needs the entry 'n_embd'"),
-        ({"attention_bias": True}, "attention_bias True: only False is converted"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn': only 'llama3'"),
+        ({"attention_bias": True}, "attention_bias True with mlp_bias False"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic': only 'default'"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, r"low_freq_factor 2\.0"),
     ],
 )

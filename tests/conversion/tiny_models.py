@@ -72,6 +72,11 @@ GPT2 = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 4
         "layer_norm_epsilon": EPS}  # fmt: skip
 MODELS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
+    "llama with biases": ("llama", {
+        "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}),
+    "linear llama": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}),
+    "yarn qwen2": ("qwen2", {"rope_parameters": ROPE | {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "rope_parameters": ROPE}),
     "mixtral": ("mixtral", MIXTRAL | {"rope_parameters": ROPE}),
     "gpt-2": ("gpt2", GPT2),
@@ -84,6 +89,15 @@ MODELS = {
     "uniform deepseek-v3": ("deepseek_v3", UNIFORM_DEEPSEEK_V3),
     "gpt-oss": ("gpt_oss", GPT_OSS),
     "gemma-3": ("gemma3_text", GEMMA3),
+    "seed-oss": ("seed_oss", {"rope_parameters": ROPE}),
+    "smollm3": ("smollm3", {
+        "no_rope_layers": [1, 0, 0, 1], "pad_token_id": None, "rope_parameters": ROPE}),
+    "phi-3": ("phi3", {
+        "sliding_window": 6, "pad_token_id": None,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
+    "qwen2": ("qwen2", {"rope_parameters": ROPE}),
+    "mistral": ("mistral", {"sliding_window": 6, "rope_parameters": ROPE}),
+    "mistral without windows": ("mistral", {"sliding_window": None, "rope_parameters": ROPE}),
 }  # fmt: skip
 """Types of models, and their entries beside ``SIZES``."""
 _WITHOUT = {"gpt2": SIZES.keys() - {"vocab_size"},

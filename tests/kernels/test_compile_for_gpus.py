@@ -186,8 +186,9 @@ def main(cases: list[str]) -> None:
             reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
             # One more is the number of the tile's matrix.
             assert reads[1] == reads[0] + 1, f"{name}: numbers of many are read one by one"
-            launch_sections.quantize_sections(gathered, *many, sides)
-            assert launch_sections.quantize_kernel.single_reads == reads[1], name
+            if (size or 0) <= 64:  # of recipes whose experts' rows may be gathered
+                launch_sections.quantize_sections(gathered, *many, sides)
+                assert launch_sections.quantize_kernel.single_reads == reads[1], name
             with pytest.MonkeyPatch.context() as patch:  # as many as run at the same time
                 patch.setattr(launch_sections, "multiprocessors", lambda device: 132)
                 launch_sections.quantize_sections(both, *many, sides)

@@ -153,7 +153,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @on_a_cpu
 @pytest.mark.parametrize("model", MODELS)
 def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
-    with moe_layer(MODELS[model]) as layer:
+    with moe_layer(model) as layer:
         expected = results(layer)
         assert not overridden(layer)
         install(layer)
@@ -282,7 +282,7 @@ def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
             return super().on_host()
 
     monkeypatch.setattr(expert_counts, "DeviceCounts", Counts)
-    with moe_layer(MODELS[model]) as layer:
+    with moe_layer(model) as layer:
         install(layer)
         results(layer)
         assert not hasattr(layer.token_dispatcher, "d2h_event")
@@ -294,7 +294,7 @@ def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
 @on_a_cpu
 def test_a_layer_in_parts_waits_only_for_copies_that_are_made():
     """Megatron-LM waits on its event; only with another dispatcher there is something to copy."""
-    with moe_layer(MODELS["nvfp4"]) as layer:
+    with moe_layer("nvfp4") as layer:
         block = torch.nn.Module()
         block.mlp, block._router_dtoh_event = layer, (event := object())
         for experts, waits in ((2, True), (1, False)):
@@ -322,7 +322,7 @@ EXCLUDED = [
 
 @on_a_cpu
 def test_other_dispatchers_and_experts_are_left_alone():
-    with moe_layer(MODELS["nvfp4"]) as layer:
+    with moe_layer("nvfp4") as layer:
         for name, value in EXCLUDED:
             owner, _, attribute = name.partition(".")
             with pytest.MonkeyPatch.context() as patch:

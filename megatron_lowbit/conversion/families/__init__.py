@@ -1,11 +1,22 @@
 """Families of models that are converted: configurations and tables of tensors."""
 
+from collections.abc import Mapping
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.deepseek_v3 import DEEPSEEK_V3
-from megatron_lowbit.conversion.families.dense import GEMMA3, GPT2, LLAMA, QWEN3
+from megatron_lowbit.conversion.families.dense import GEMMA3, GPT2, QWEN3
 from megatron_lowbit.conversion.families.experts import GPT_OSS, MIXTRAL, QWEN3_MOE
+from megatron_lowbit.conversion.families.llamas import (
+    LLAMA_WITH_BIASES,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    SEED_OSS,
+    SMOLLM3,
+)
 from megatron_lowbit.conversion.families.nemotron_h import NEMOTRON_H
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
@@ -15,10 +26,19 @@ from megatron_lowbit.json_files import Entries
 FAMILIES = {
     family.architecture: family
     for family in (
-        NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2, LLAMA,
+        NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2,
+        LLAMA_WITH_BIASES, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, PHI3,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""
+_NORMS = "normalizes queries and keys over all heads; Megatron-LM normalizes each head"
+_REFUSED = {
+    "GraniteForCausalLM": "has a residual_multiplier; Megatron-LM has none, and weights with a "
+    "factor such as 0.22 in them are not exact",
+    "Olmo2ForCausalLM": _NORMS,
+    "Olmo3ForCausalLM": _NORMS,
+}
+"""Reasons against well-known architectures that Megatron-LM 0.19.2 does not compute."""
 _MARKS = {
     ("hybrid_layer_pattern",): NEMOTRON_H,
     ("multi_latent_attention",): DEEPSEEK_V3,
@@ -27,6 +47,9 @@ _MARKS = {
     ("num_experts", "qk_layernorm"): QWEN3_MOE,
     ("num_experts",): MIXTRAL,
     ("qk_layernorm",): QWEN3,
+    ("no_rope_freq",): SMOLLM3,
+    ("add_qkv_bias",): QWEN2,
+    ("window_size",): MISTRAL,
 }
 """Families by the arguments that their models have; a model is of the first family that fits."""
 
@@ -39,13 +62,23 @@ def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
     entries = Entries(config, file)
     names = entries.strings("architectures") or [entries.string("model_type", "none")]
     if names[0] not in FAMILIES:
-        raise UserError(f"{file}: architecture {names[0]} is not one of {', '.join(FAMILIES)}")
+        reason = _REFUSED.get(names[0], f"is not one of {', '.join(FAMILIES)}")
+        raise UserError(f"{file}: architecture {names[0]} {reason}")
     return FAMILIES[names[0]].from_config(config)
 
 
-def family_of(model: Model) -> Family:
-    """Return the only family that a trained model can be of; its ``to_config`` checks the model."""
+def family_of(model: Model, config: Mapping[str, Any] = MappingProxyType({})) -> Family:
+    """Return the family of a trained model; its ``to_config`` checks the model.
+
+    A model can be of several, such as Llama and Phi-3. It is of the one that ``config``, the
+    config.json that it was trained from, names, or else of the most common one.
+    """
+    for family in FAMILIES.values():
+        if config.get("architectures") == [family.architecture]:
+            with suppress(UserError):
+                family.to_config(model)
+                return family
     for arguments, family in _MARKS.items():
         if model.keys() >= {*arguments}:
             return family
-    return GPT2 if model["position_embedding_type"] == "learned_absolute" else LLAMA
+    return GPT2 if model["position_embedding_type"] == "learned_absolute" else LLAMA_WITH_BIASES

@@ -6,8 +6,9 @@ Both sides have rotary dimensions in pairs and parts of heads in the same order.
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.conversion.families.dense import LLAMA, OUTER, rope_entries, scaled_rope
+from megatron_lowbit.conversion.families.dense import LLAMA, OUTER
 from megatron_lowbit.conversion.families.experts import EXPERTS, dense_or_experts
+from megatron_lowbit.conversion.families.rope import rope_entries, scaled_rope
 from megatron_lowbit.conversion.family import (
     Entry,
     Family,
@@ -25,6 +26,8 @@ from megatron_lowbit.json_files import Entries
 
 _EPSILON = 1e-6
 """Epsilon of all norms: transformers fixes it for the norms of latents."""
+_OTHERS = ("kv_channels", "layernorm_epsilon", "rotary_seq_len_interpolation_factor")
+"""Arguments that entries of a Llama hold, and of this family not."""
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 """Values of YaRN that Megatron-LM's arguments cannot change."""
 _ATTENTION = {
@@ -179,6 +182,7 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     arguments={
         **LLAMA.arguments,
+        "position_embedding_type": "rope",
         "layernorm_epsilon": _EPSILON,
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -195,11 +199,7 @@ DEEPSEEK_V3 = Family(
         "topk_method": "noaux_tc",
     },
     entries={
-        **{
-            name: entry
-            for name, entry in LLAMA.entries.items()
-            if name not in ("kv_channels", "layernorm_epsilon")
-        },
+        **{name: entry for name, entry in LLAMA.entries.items() if name not in _OTHERS},
         "q_lora_rank": Entry("q_lora_rank", _query_rank),
         "kv_lora_rank": integer("kv_lora_rank", 512),
         "qk_head_dim": integer("qk_nope_head_dim", 128),

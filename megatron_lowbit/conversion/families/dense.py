@@ -6,12 +6,21 @@ MLPs are gated by GELU. Gemma 3 with images (Gemma3ForConditionalGeneration) is 
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
+from megatron_lowbit.conversion.families.rope import (
+    linear_factor,
+    linear_scaling,
+    rope_arguments,
+    rope_entries,
+    rope_entry,
+    rope_type,
+    rotary_base,
+    scaled_rope,
+)
 from megatron_lowbit.conversion.family import (
     Entry,
     Family,
@@ -23,8 +32,7 @@ from megatron_lowbit.conversion.family import (
     window,
     windows,
 )
-from megatron_lowbit.conversion.mapping import Model
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
 OUTER = {
@@ -54,59 +62,7 @@ _GEMMA3_LAYER = {
     "mlp_bda.post_layernorm.weight": "post_feedforward_layernorm.weight",
     **MLP,
 }
-LLAMA3_ROPE = {
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-"""Values of Llama 3.1's scaling of frequencies that megatron-core fixes."""
 _TANH_GELU, _GELU = ("gelu_new", "gelu_pytorch_tanh"), "gelu"
-
-
-def rope_entries(entries: Entries) -> Entries:
-    """Return the entries of rotary embeddings, under their newer or their older name."""
-    return entries.inner("rope_parameters") or entries.inner("rope_scaling")
-
-
-def scaled_rope(rope: Entries, rope_type: str, fixed: Mapping[str, float]) -> Entries | None:
-    """Return the entries of rotary embeddings whose frequencies are scaled; None without scaling.
-
-    Raises UserError for another type of scaling, or values other than those that megatron-core has.
-    """
-    actual = rope.string("rope_type", rope.string("type", "default"))
-    if actual == "default":
-        return None
-    require(actual == rope_type, f"{CONFIG}: rope_type {actual!r}: only {rope_type!r} is converted")
-    for key, value in fixed.items():
-        if rope.number(key) != value:
-            raise UserError(f"{CONFIG}: {key} {rope.number(key)}: megatron-core's is {value!r}")
-    return rope
-
-
-def _rotary_base(
-    key: str, default: int, rope: Callable[[Entries], Entries] = rope_entries, prefix: str = ""
-) -> Entry:
-    """Return the entry for a rotary base, at the top level or among the entries of ``rope``."""
-
-    def read(entries: Entries) -> int:
-        base = rope(entries).number("rope_theta", entries.number(key, default), above=1)
-        message = f"{CONFIG}: {prefix}rope_theta {base}: Megatron-LM's is an integer"
-        require(base.is_integer(), message)
-        return int(base)
-
-    return Entry(key, read, float)
-
-
-def _llama_scaling(entries: Entries) -> dict[str, Any]:
-    scaling = scaled_rope(rope_entries(entries), "llama3", LLAMA3_ROPE)
-    if scaling is None:
-        return {}
-    return {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor", above=0)}
-
-
-def _llama_scaling_entry(model: Model) -> dict[str, Any]:
-    if not model.get("use_rope_scaling"):
-        return {"rope_scaling": None}
-    factor = model["rope_scaling_factor"]
-    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}}
 
 
 def _head_dimension(entries: Entries) -> int:
@@ -123,7 +79,7 @@ LLAMA = Family(
         "squared_relu": False,
         "normalization": "RMSNorm",
         "add_bias_linear": False,
-        "position_embedding_type": "rope",
+        "position_embedding_type": lambda model: "yarn" if "yarn_beta_fast" in model else "rope",
         "rotary_percent": 1.0,
     },
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -135,15 +91,18 @@ LLAMA = Family(
         "num_query_groups": Entry("num_key_value_heads", query_groups),
         "kv_channels": Entry("head_dim", _head_dimension),
         "layernorm_epsilon": positive_number("rms_norm_eps", 1e-6),
-        "rotary_base": _rotary_base("rope_theta", 10_000),
+        "rotary_base": rotary_base("rope_theta", 10_000),
+        "rotary_seq_len_interpolation_factor": Entry(
+            "rope_scaling", lambda entries: linear_factor(rope_entries(entries))
+        ),
         "max_position_embeddings": integer("max_position_embeddings"),
         "untie_embeddings_and_output_weights": untied(False),
         "vocab_size": integer("vocab_size"),
     },
     outer=OUTER,
     layers={**ATTENTION, **MLP},
-    more_arguments=_llama_scaling,
-    more_entries=_llama_scaling_entry,
+    more_arguments=rope_arguments,
+    more_entries=rope_entry,
 )
 
 QWEN3 = replace(
@@ -164,24 +123,16 @@ def _global_rope(entries: Entries) -> Entries:
 
 def _window_rope(entries: Entries) -> Entries:
     rope = entries.inner("rope_parameters").inner("sliding_attention")
-    rope_type = rope.string("rope_type", "default")
-    message = f"{CONFIG}: sliding_attention: rope_type {rope_type!r} is not converted"
-    require(rope_type == "default", message)
+    message = f"{CONFIG}: sliding_attention: rope_type {rope_type(rope)!r} is not converted"
+    require(rope_type(rope) == "default", message)
     return rope
 
 
 def _linear_factor(entries: Entries) -> int | None:
     """Return the factor by which positions are divided in layers without a window."""
-    scaling = scaled_rope(entries.inner("rope_scaling") or _global_rope(entries), "linear", {})
-    if scaling is None:
-        return None
-    factor = scaling.number("factor", above=1)
-    require(factor.is_integer(), f"{CONFIG}: factor {factor}: Megatron-LM's is an integer")
-    return int(factor)
-
-
-def _linear_scaling(factor: int | None) -> dict[str, Any] | None:
-    return {"rope_type": "linear", "factor": float(factor)} if factor else None
+    rope = entries.inner("rope_scaling") or _global_rope(entries)
+    scaled_rope(rope, "linear", {})
+    return linear_factor(rope)
 
 
 def _gemma3_windows(entries: Entries) -> list[bool]:
@@ -203,6 +154,8 @@ GEMMA3 = Family(
     defaults={"num_key_value_heads": 4},
     arguments={
         **LLAMA.arguments,
+        "position_embedding_type": "rope",
+        "use_rope_scaling": None,
         "swiglu": False,
         "geglu": True,
         "sandwich_norm": True,
@@ -222,11 +175,11 @@ GEMMA3 = Family(
     entries={
         **LLAMA.entries,
         "kv_channels": integer("head_dim", 256),
-        "rotary_base": _rotary_base("rope_theta", 1_000_000, _global_rope, "full_attention: "),
+        "rotary_base": rotary_base("rope_theta", 1_000_000, _global_rope, "full_attention: "),
         "rotary_seq_len_interpolation_factor": Entry(
-            "rope_scaling", _linear_factor, _linear_scaling
+            "rope_scaling", _linear_factor, linear_scaling
         ),
-        "window_rotary_base": _rotary_base(
+        "window_rotary_base": rotary_base(
             "rope_local_base_freq", 10_000, _window_rope, "sliding_attention: "
         ),
         "untie_embeddings_and_output_weights": untied(True),

@@ -16,9 +16,8 @@ from megatron_lowbit.conversion.families.dense import (
     MLP,
     QWEN3,
     QWEN3_ATTENTION,
-    rope_entries,
-    scaled_rope,
 )
+from megatron_lowbit.conversion.families.rope import rope_arguments, rope_entries, rope_type
 from megatron_lowbit.conversion.family import (
     Entry,
     experts,
@@ -143,25 +142,10 @@ QWEN3_MOE = replace(
 )
 
 
-_YARN = {
-    "rotary_scaling_factor": positive_number("factor"),
-    "yarn_original_max_position_embeddings": integer("original_max_position_embeddings"),
-    "yarn_beta_fast": positive_number("beta_fast", 32.0),
-    "yarn_beta_slow": positive_number("beta_slow", 1.0),
-    "yarn_correction_range_round_to_int": Entry(
-        "truncate", lambda rope: rope.boolean("truncate", True)
-    ),
-}
-"""Arguments with their entries inside the entries of rotary embeddings."""
-
-
 def _yarn(entries: Entries) -> dict[str, Any]:
-    yarn = scaled_rope(rope_entries(entries), "yarn", {})
-    if yarn is None:
-        raise UserError(f"{CONFIG}: rope_type 'default': a gpt-oss has 'yarn'")
-    for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        require(yarn.number(key, 0.0) == 0, f"{CONFIG}: {key}: Megatron-LM derives it from factor")
-    return {name: entry.read(yarn) for name, entry in _YARN.items()}
+    actual = rope_type(rope_entries(entries))
+    require(actual == "yarn", f"{CONFIG}: rope_type {actual!r}: a gpt-oss has 'yarn'")
+    return rope_arguments(entries)
 
 
 GPT_OSS = replace(
@@ -177,8 +161,6 @@ GPT_OSS = replace(
         "add_bias_linear": True,
         "softmax_type": "learnable",
         "position_embedding_type": "yarn",
-        "mscale": 1.0,
-        "mscale_all_dim": 0.0,
     },
     fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
     defaults={
@@ -197,10 +179,4 @@ GPT_OSS = replace(
     },
     layers=_GPT_OSS_LAYER,
     more_arguments=_yarn,
-    more_entries=lambda model: {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            **{entry.key: model[name] for name, entry in _YARN.items()},
-        }
-    },
 )

@@ -1,0 +1,147 @@
+"""Llamas with biases, other arguments or names: Mistral, Qwen2, Seed-OSS, SmolLM3 and Phi-3."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
+from megatron_lowbit.conversion.families.dense import ATTENTION, LLAMA, MLP
+from megatron_lowbit.conversion.families.rope import (
+    rope_entries,
+    rope_entry,
+    rotary_base,
+    scaled_rope,
+)
+from megatron_lowbit.conversion.family import Entry, number_of_layers, untied, window
+from megatron_lowbit.errors import require
+from megatron_lowbit.json_files import Entries
+
+_QKV_BIAS = {"self_attention.linear_qkv.bias": "self_attn.{q,k,v}_proj.bias"}
+_BIASES = {
+    **_QKV_BIAS,
+    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    "mlp.linear_fc1.bias": "mlp.{gate,up}_proj.bias",
+    "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+}
+
+
+def _has_biases(entries: Entries) -> bool:
+    attention, mlp = (entries.boolean(f"{part}_bias", False) for part in ("attention", "mlp"))
+    require(
+        attention == mlp,
+        f"{CONFIG}: attention_bias {attention} with mlp_bias {mlp}: Megatron-LM has biases in both "
+        "or in neither, or of queries, keys and values alone",
+    )
+    return attention
+
+
+LLAMA_WITH_BIASES = replace(
+    LLAMA,
+    arguments={name: usual for name, usual in LLAMA.arguments.items() if name != "add_bias_linear"},
+    fixed={"hidden_act": "silu"},
+    entries={**LLAMA.entries, "add_bias_linear": Entry("attention_bias", _has_biases)},
+    layers=lambda model: {**ATTENTION, **MLP, **(_BIASES if model["add_bias_linear"] else {})},
+    more_entries=lambda model: {**rope_entry(model), "mlp_bias": model["add_bias_linear"]},
+)
+
+MISTRAL = replace(
+    LLAMA,
+    name="Mistral",
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    arguments={
+        **LLAMA.arguments,
+        "window_attn_skip_freq": lambda model: (
+            [1] * model["num_layers"] if model.get("window_size") else None
+        ),
+    },
+    fixed={"hidden_act": "silu"},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    entries={**LLAMA.entries, "window_size": window()},
+)
+
+QWEN2 = replace(
+    LLAMA,
+    name="Qwen2",
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    arguments={**LLAMA.arguments, "add_qkv_bias": True},
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    defaults={"num_key_value_heads": 32},
+    layers={**ATTENTION, **_QKV_BIAS, **MLP},
+)
+
+SEED_OSS = replace(
+    QWEN2,
+    name="Seed-OSS",
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
+)
+
+
+def _layers_without_rope(entries: Entries) -> list[int]:
+    """Return 1 for each layer without rotary embeddings, else 0: by default every fourth."""
+    layers, step = number_of_layers(entries), entries.integer("no_rope_layer_interval", 4)
+    usual = [int((layer + 1) % step != 0) for layer in range(layers)]
+    rotated = (entries.integers("no_rope_layers") or usual)[:layers]  # transformers' may be longer
+    is_pattern = len(rotated) == layers and {*rotated} <= {0, 1}
+    require(is_pattern, f"{CONFIG}: no_rope_layers must be 1 or 0 for each of {layers} layers")
+    return [1 - has for has in rotated]
+
+
+def _rotated(skips: Sequence[int] | None) -> list[int]:
+    require(skips is not None, "the model has no no_rope_freq; a SmolLM3 has it")
+    return [1 - skip for skip in skips or ()]
+
+
+SMOLLM3 = replace(
+    LLAMA,
+    name="SmolLM3",
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    fixed={**LLAMA.fixed, "use_sliding_window": False},
+    defaults={"num_key_value_heads": 4},
+    entries={
+        **LLAMA.entries,
+        "rotary_base": rotary_base("rope_theta", 2_000_000),
+        "untie_embeddings_and_output_weights": untied(True),
+        "no_rope_freq": Entry("no_rope_layers", _layers_without_rope, _rotated),
+    },
+)
+
+
+def _rotated_part(entries: Entries) -> float:
+    """Return the part of a head's channels that rotary embeddings turn, by their usual angles."""
+    key, rope = "partial_rotary_factor", rope_entries(entries)
+    scaled_rope(rope, "default", {})
+    part = rope.number(key, entries.number(key, 1.0), above=0)
+    require(part <= 1, f"{CONFIG}: {key} {part}: must be at most 1")
+    return part
+
+
+PHI3 = replace(
+    MISTRAL,
+    name="Phi-3",
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    arguments={
+        **{name: usual for name, usual in MISTRAL.arguments.items() if name != "rotary_percent"},
+        "position_embedding_type": "rope",
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": None,
+    },
+    defaults={"rms_norm_eps": 1e-5},
+    entries={**MISTRAL.entries, "rotary_percent": Entry("partial_rotary_factor", _rotated_part)},
+    layers={
+        **ATTENTION,
+        "self_attention.linear_qkv.weight": "self_attn.qkv_proj.weight",
+        "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
+        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    },
+)

@@ -1,0 +1,120 @@
+"""Rotary embeddings: their base, and scaled frequencies (linear, Llama 3.1's and YaRN)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
+from megatron_lowbit.conversion.family import Entry, check_arguments, integer, positive_number
+from megatron_lowbit.conversion.mapping import Model
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
+
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+"""Values of Llama 3.1's scaling of frequencies that megatron-core fixes."""
+_YARN = {
+    "rotary_scaling_factor": positive_number("factor"),
+    "yarn_original_max_position_embeddings": integer("original_max_position_embeddings"),
+    "yarn_beta_fast": positive_number("beta_fast", 32.0),
+    "yarn_beta_slow": positive_number("beta_slow", 1.0),
+    "yarn_correction_range_round_to_int": Entry(
+        "truncate", lambda rope: rope.boolean("truncate", True)
+    ),
+}
+"""Arguments with their entries inside the entries of rotary embeddings."""
+_YARN_SCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
+_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_entries(entries: Entries) -> Entries:
+    """Return the entries of rotary embeddings, under their newer or their older name."""
+    return entries.inner("rope_parameters") or entries.inner("rope_scaling")
+
+
+def rope_type(rope: Entries) -> str:
+    """Return the type of scaling, under its newer or its older name."""
+    return rope.string("rope_type", rope.string("type", "default"))
+
+
+def scaled_rope(rope: Entries, wanted: str, fixed: Mapping[str, float]) -> Entries | None:
+    """Return the entries of rotary embeddings whose frequencies are scaled; None without scaling.
+
+    Raises UserError for another type of scaling, or values other than those that megatron-core has.
+    """
+    actual = rope_type(rope)
+    if actual == "default":
+        return None
+    require(actual == wanted, f"{CONFIG}: rope_type {actual!r}: only {wanted!r} is converted")
+    for key, value in fixed.items():
+        if rope.number(key) != value:
+            raise UserError(f"{CONFIG}: {key} {rope.number(key)}: megatron-core's is {value!r}")
+    return rope
+
+
+def rotary_base(
+    key: str, default: int, rope: Callable[[Entries], Entries] = rope_entries, prefix: str = ""
+) -> Entry:
+    """Return the entry for a rotary base, at the top level or among the entries of ``rope``."""
+
+    def read(entries: Entries) -> int:
+        base = rope(entries).number("rope_theta", entries.number(key, default), above=1)
+        message = f"{CONFIG}: {prefix}rope_theta {base}: Megatron-LM's is an integer"
+        require(base.is_integer(), message)
+        return int(base)
+
+    return Entry(key, read, float)
+
+
+def linear_factor(rope: Entries) -> int | None:
+    """Return the factor by which linear scaling divides positions; None without it."""
+    if rope_type(rope) != "linear":
+        return None
+    factor = rope.number("factor", above=1)
+    require(factor.is_integer(), f"{CONFIG}: factor {factor}: Megatron-LM's is an integer")
+    return int(factor)
+
+
+def linear_scaling(factor: int | None) -> dict[str, Any] | None:
+    """Return the entries that divide positions by a factor."""
+    return {"rope_type": "linear", "factor": float(factor)} if factor else None
+
+
+def rope_arguments(entries: Entries) -> dict[str, Any]:
+    """Return Megatron-LM's arguments of frequencies scaled as in Llama 3.1 or by YaRN.
+
+    Raises UserError for a type or a value that Megatron-LM does not have.
+    """
+    rope = rope_entries(entries)
+    actual, known = rope_type(rope), ", ".join(map(repr, _TYPES))
+    require(actual in _TYPES, f"{CONFIG}: rope_type {actual!r}: only {known} are converted")
+    if actual == "llama3":
+        scaled_rope(rope, actual, LLAMA3_ROPE)
+        return {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", above=0)}
+    if actual != "yarn":
+        return {}
+    for key in ("attention_factor", *_YARN_SCALES):
+        require(rope.number(key, 0.0) == 0, f"{CONFIG}: {key}: Megatron-LM derives it from factor")
+    yarn = {name: entry.read(rope) for name, entry in _YARN.items()}
+    return {"position_embedding_type": "yarn", **yarn, **_YARN_SCALES}
+
+
+def rope_entry(model: Model) -> dict[str, Any]:
+    """Return the entry of a model's scaled frequencies.
+
+    Raises UserError for scales, or for two scalings together, that transformers does not have.
+    """
+    scalings = [linear_scaling(model.get("rotary_seq_len_interpolation_factor"))]
+    if model.get("use_rope_scaling"):
+        factor = model["rope_scaling_factor"]
+        scalings.append({"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE})
+    if "yarn_beta_fast" in model:
+        check_arguments(model, "model with YaRN", _YARN_SCALES)
+        yarn = {entry.key: entry.write(model[name]) for name, entry in _YARN.items()}
+        scalings.append({"rope_type": "yarn", **yarn})
+    scaled = [scaling for scaling in scalings if scaling]
+    message = (
+        "the model scales rotary frequencies in several ways; transformers knows one at a time"
+    )
+    require(len(scaled) <= 1, message)
+    return {"rope_scaling": scaled[0] if scaled else None}
