@@ -111,7 +111,7 @@ def test_an_unknown_precision_in_evaluation_is_refused():
 
 
 def test_what_is_printed():
-    """A few lines, that of a recipe with all that decides."""
+    """A few lines; the one of a recipe has all that decides."""
     q = quantize(X, "nvfp4")
     assert repr(q) == (
         "QuantizedTensor(nvfp4, shape=(32, 64), device=cpu, codes=uint8 (32, 32), "

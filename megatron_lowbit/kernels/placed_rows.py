@@ -10,7 +10,7 @@ from megatron_lowbit.numerics import QuantizedTensor, Request
 
 
 def place_rows(codes: QuantizedTensor, rows: Rows, request: Request) -> OperandGroup:
-    """Copy codes to where :func:`quantize_sections` would write those of parts of the rows.
+    """Copy codes to where :func:`quantize_sections` would write the codes of parts of the rows.
 
     Args:
         codes: (T, K), whose scales lie within a row.

@@ -109,7 +109,7 @@ class LowbitTensor(QuantizedTensorStorage):
     def restore_from_saved(self, tensors: list[Tensor]) -> list[Tensor]:
         """Take the tensors back from the front of a list, and return the others.
 
-        A module does so first in its backward pass, whose call is that of the saved operands.
+        A module does so first in its backward pass, whose call made the saved operands.
         """
         self._quantizer.factory.backward = self._call
         parts, count = self._described

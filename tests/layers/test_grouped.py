@@ -201,7 +201,7 @@ def test_numbers_of_tokens_that_stay_on_the_device(recipe, counts):
 
 @pytest.mark.parametrize("recipe", others_slow([*ON_DEVICE, "mxfp4-backward"], ["fp8-tile"]))
 def test_tokens_that_are_quantized_in_the_order_of_experts(recipe, monkeypatch):
-    """The bits are those of permuted tokens; only products in BF16 make a copy of these."""
+    """The bits equal those from permuted tokens; only products in BF16 make a copy of these."""
     copies, permute = [], grouped.permuted
     monkeypatch.setattr(
         grouped, "permuted", lambda x, tokens: copies.append(x) or permute(x, tokens)

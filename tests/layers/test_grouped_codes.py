@@ -59,7 +59,7 @@ def results(x, weights, grad, group, tokens=TOKENS) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_have_the_results_of_the_tokens(recipe):
-    """They are those of a linear layer for each expert, too."""
+    """They equal a linear layer for each expert, too."""
     context, (x, grad, weights) = context_of(recipe, REFERENCE), draws()
     found = results(codes_of(context, x), weights, grad, group_of(context))
     parts = zip(x.split(TOKENS), weights, TOKENS, range(len(TOKENS)), strict=True)

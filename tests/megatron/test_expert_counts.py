@@ -164,7 +164,7 @@ def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
 @on_a_cpu
 @pytest.mark.parametrize("model", others_slow(BY_KERNELS, ["fp8-tile"]))
 def test_tokens_are_quantized_without_permuted_copies(model, gathered):
-    """Kernels take them in the order of experts; the bits are those of permuted tokens."""
+    """Kernels take them in the order of experts, with the bits of permuted tokens."""
     with moe_layer(model) as layer:
         use_kernels(layer)
         expected = results(layer)
@@ -175,7 +175,7 @@ def test_tokens_are_quantized_without_permuted_copies(model, gathered):
 
 @on_a_cpu
 def test_permutation_by_fused_kernels(gathered, monkeypatch):
-    """They map tokens to rows by other numbers than those of the tokens."""
+    """They map tokens to rows by other numbers than tokens have."""
 
     def permute(x, probs, routing_map, num_out_tokens):
         assert x.requires_grad  # otherwise probabilities may have no gradient

@@ -118,7 +118,7 @@ def moe_layer(model: str) -> MoELayer:
 
 
 class Seen:
-    """Records fc1's inputs, and bytes a token of each exchange between ranks."""
+    """Records fc1's inputs, and bytes per token of each exchange between ranks."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.inputs: list[Operand | torch.Tensor] = []
