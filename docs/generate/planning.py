@@ -134,7 +134,7 @@ def short_steps(results: Path) -> str:
 def long_steps(results: Path) -> str:
     """Return plans of flagship.py's steps and what was measured.
 
-    Models that have cases in CUDA graphs count only with those: other steps depend on the CPU.
+    Models that were measured in CUDA graphs count only with those: other steps depend on the CPU.
     Their memory is omitted, since PyTorch does not count what graphs keep, and so is Megatron-LM's
     FP8, which plans treat as this project's tiles.
     """
@@ -144,7 +144,7 @@ def long_steps(results: Path) -> str:
             continue
         for case in flagship.cases():
             row = steps.rows.get((case.model, case.precision, case.graphs), {"error": ""})
-            graphs = flagship.MODELS[case.model].get("graphs")
+            graphs = any(model == case.model and in_graphs for model, _, in_graphs in steps.rows)
             own_fp8 = "--fp8-format" in case.arguments
             if "error" in row or (graphs and not case.graphs) or own_fp8:
                 continue
