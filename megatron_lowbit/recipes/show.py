@@ -12,7 +12,7 @@ from rich.box import HORIZONTALS
 from rich.table import Table
 
 from megatron_lowbit.console import print_report
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import require, say
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes import load
@@ -79,7 +79,7 @@ def write_te_config(name: str, shape: argparse.Namespace) -> None:
     require(shape.hybrid_layer_pattern or not unlisted, "te-config: the layers of a GPT with "
             "experts or latent attention are not known; give --hybrid-layer-pattern")  # fmt: skip
     recipe, layers = _recipe_and_layers([name], (), shape)
-    print(te_config(recipe, layers, shape.pipeline_model_parallel_size), end="")
+    say(*te_config(recipe, layers, shape.pipeline_model_parallel_size).splitlines())
 
 
 def _recipe_and_layers(

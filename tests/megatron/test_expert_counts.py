@@ -64,6 +64,7 @@ BY_KERNELS = {
     "nvfp4, kernels": f"{GPT} {NVFP4} --bf16",
     "nvfp4, recomputed": MODELS["nvfp4, recomputed"],
 }
+ALL = MODELS | BY_KERNELS
 OVERRIDDEN = {"_maybe_dtoh_and_synchronize", "dispatch_postprocess", "combine_preprocess"}
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models on the CPU")
@@ -76,8 +77,7 @@ def moe_layer(model: str):
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         patch.setattr(ExpertCounts, "is_on", lambda args, recipe: False)
         patch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-        arguments = ARGUMENTS + (MODELS | BY_KERNELS)[model]
-        config = model_config_of(parse_arguments(shlex.split(arguments)))
+        config = model_config_of(parse_arguments(shlex.split(ARGUMENTS + model)))
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
@@ -153,7 +153,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @on_a_cpu
 @pytest.mark.parametrize("model", MODELS)
 def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
-    with moe_layer(model) as layer:
+    with moe_layer(ALL[model]) as layer:
         expected = results(layer)
         assert not overridden(layer)
         install(layer)
@@ -165,7 +165,7 @@ def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
 @pytest.mark.parametrize("model", others_slow(BY_KERNELS, ["fp8-tile"]))
 def test_tokens_are_quantized_without_permuted_copies(model, gathered):
     """Kernels take them in the order of experts, with the bits of permuted tokens."""
-    with moe_layer(model) as layer:
+    with moe_layer(ALL[model]) as layer:
         use_kernels(layer)
         expected = results(layer)
         install(layer)
@@ -185,7 +185,7 @@ def test_permutation_by_fused_kernels(gathered, monkeypatch):
     def unpermute(rows, row_map, merging_probs, restore_shape, **_):
         return moe_utils.unpermute(rows, -row_map, restore_shape)
 
-    with moe_layer("fp8-tile") as layer:
+    with moe_layer(ALL["fp8-tile"]) as layer:
         use_kernels(layer)
         expected = results(layer)
         install(layer)
@@ -200,7 +200,7 @@ def test_permutation_by_fused_kernels(gathered, monkeypatch):
 @on_a_cpu
 def test_tokens_of_other_passes_are_permuted(gathered):
     """They are in BF16, have experts without kernels, or go to one expert each."""
-    with moe_layer("fp8-tile") as layer:
+    with moe_layer(ALL["fp8-tile"]) as layer:
         use_kernels(layer)
         set_engine(layer, ReferenceEngine("tests"))
         expected = results(layer)
@@ -229,7 +229,7 @@ def test_tokens_of_other_passes_are_permuted(gathered):
 @pytest.mark.parametrize("model", ["nvfp4", "fp8-tile"])
 def test_experts_need_no_more_than_a_graph_of_the_router_returns(model, gathered):
     """Graphs of other passes change what else the dispatcher keeps."""
-    with moe_layer(model) as layer:
+    with moe_layer(ALL[model]) as layer:
         if model in BY_KERNELS:
             use_kernels(layer)
         expected = results(layer)
@@ -282,7 +282,7 @@ def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
             return super().on_host()
 
     monkeypatch.setattr(expert_counts, "DeviceCounts", Counts)
-    with moe_layer(model) as layer:
+    with moe_layer(ALL[model]) as layer:
         install(layer)
         results(layer)
         assert not hasattr(layer.token_dispatcher, "d2h_event")
@@ -294,7 +294,7 @@ def test_counts_are_read_once_a_forward_pass(model, passes, monkeypatch):
 @on_a_cpu
 def test_a_layer_in_parts_waits_only_for_copies_that_are_made():
     """Megatron-LM waits on its event; only with another dispatcher there is something to copy."""
-    with moe_layer("nvfp4") as layer:
+    with moe_layer(ALL["nvfp4"]) as layer:
         block = torch.nn.Module()
         block.mlp, block._router_dtoh_event = layer, (event := object())
         for experts, waits in ((2, True), (1, False)):
@@ -322,7 +322,7 @@ EXCLUDED = [
 
 @on_a_cpu
 def test_other_dispatchers_and_experts_are_left_alone():
-    with moe_layer("nvfp4") as layer:
+    with moe_layer(ALL["nvfp4"]) as layer:
         for name, value in EXCLUDED:
             owner, _, attribute = name.partition(".")
             with pytest.MonkeyPatch.context() as patch:
