@@ -174,6 +174,7 @@ def test_tokens_are_quantized_without_permuted_copies(model, gathered):
 
 
 @on_a_cpu
+@pytest.mark.slow
 def test_permutation_by_fused_kernels(gathered, monkeypatch):
     """They map tokens to rows by other numbers than tokens have."""
 
@@ -226,7 +227,7 @@ def test_tokens_of_other_passes_are_permuted(gathered):
 
 
 @on_a_cpu
-@pytest.mark.parametrize("model", ["nvfp4", "fp8-tile"])
+@pytest.mark.parametrize("model", others_slow(["nvfp4", "fp8-tile"], ["nvfp4"]))
 def test_experts_need_no_more_than_a_graph_of_the_router_returns(model, gathered):
     """Graphs of other passes change what else the dispatcher keeps."""
     with moe_layer(ALL[model]) as layer:
