@@ -72,9 +72,12 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_model(file: str) -> argparse.Namespace:
-    """Read layers, pattern and norm from a file of arguments, most of which say other things."""
+    """Read layers, pattern and norm from a file of arguments, most of which say other things.
+
+    ``file`` may begin with an at sign, as in training commands.
+    """
     try:
-        expanded = expand_with_origin([f"@{file}"])
+        expanded = expand_with_origin([f"@{file.removeprefix('@')}"])
     except UserError as error:
         raise UserError(f"--model {str(error).removeprefix('@')}") from None
     parser = CommandParser(prog=file, allow_abbrev=False)

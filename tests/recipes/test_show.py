@@ -143,10 +143,9 @@ def test_a_model_that_says_which_blocks_stay_in_bf16(name, high, capsys):
 
 def test_a_hybrid_from_a_preset(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pattern = "M-M*-M-M-M-M-"
-    assert shown("show", "nvfp4", "--model", "examples/hybrid-tiny.args", capsys=capsys) == shown(
-        "show", "nvfp4", "--hybrid-layer-pattern", pattern, capsys=capsys
-    )
+    expected = shown("show", "nvfp4", "--hybrid-layer-pattern", "M-M*-M-M-M-M-", capsys=capsys)
+    for file in ("examples/hybrid-tiny.args", "@examples/hybrid-tiny.args"):
+        assert shown("show", "nvfp4", "--model", file, capsys=capsys) == expected
 
 
 def test_combined_with_overrides(capsys):
