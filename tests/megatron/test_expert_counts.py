@@ -70,6 +70,19 @@ OVERRIDDEN = {"_maybe_dtoh_and_synchronize", "dispatch_postprocess", "combine_pr
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models on the CPU")
 
 
+def built_moe_layer(arguments: str, expert_ranks: int = 1) -> MoELayer:
+    """Build a model on the ranks of the default process group; return its MoE layer."""
+    config = model_config_of(parse_arguments(shlex.split(arguments)))
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_ranks)
+    model_parallel_cuda_manual_seed(5)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = [config.get_builder_cls()(config).build_model(groups)]
+    for hook in config.pre_wrap_hooks:
+        chunks = hook(chunks)
+    (layer,) = (module for module in chunks[0].modules() if isinstance(module, MoELayer))
+    return layer
+
+
 @contextmanager
 def moe_layer(model: str):
     """Build the model of arguments under a recipe, without the feature; yield its MoE layer."""
@@ -77,17 +90,9 @@ def moe_layer(model: str):
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         patch.setattr(ExpertCounts, "is_on", lambda args, recipe: False)
         patch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-        config = model_config_of(parse_arguments(shlex.split(ARGUMENTS + model)))
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(5)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        chunks = [config.get_builder_cls()(config).build_model(groups)]
-        for hook in config.pre_wrap_hooks:
-            chunks = hook(chunks)
-        (layer,) = (module for module in chunks[0].modules() if isinstance(module, MoELayer))
-        yield layer
+        yield built_moe_layer(ARGUMENTS + model)
 
 
 def install(layer: MoELayer) -> ExpertCounts:

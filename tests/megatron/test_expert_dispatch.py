@@ -1,6 +1,5 @@
 """Tokens sent to experts of other ranks as codes: the bits of tokens that are quantized there."""
 
-import shlex
 import sys
 from types import SimpleNamespace
 
@@ -8,22 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.megatron.features.expert_dispatch import ExpertDispatch
 from megatron_lowbit.megatron.layers import experts
 from megatron_lowbit.megatron.layers.state import layer_states
-from megatron_lowbit.megatron.recipe_hook import model_config_of
 from megatron_lowbit.megatron.run.steps import set_microbatch_key
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.recipes import Layer, load_recipe
 from tests.marks import others_slow
+from tests.megatron.test_expert_counts import built_moe_layer
 
 # isort: split
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 RANKS, HIDDEN = 2, 128
@@ -106,15 +101,7 @@ def test_recipes_that_send_codes_say_so():
 def moe_layer(model: str) -> MoELayer:
     """Build a model without the feature; return its MoE layer."""
     dist.init_process_group("gloo")
-    config = model_config_of(parse_arguments(shlex.split(ARGUMENTS + MODELS[model][0])))
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-    model_parallel_cuda_manual_seed(5)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    chunks = [config.get_builder_cls()(config).build_model(groups)]
-    for hook in config.pre_wrap_hooks:
-        chunks = hook(chunks)
-    (layer,) = (module for module in chunks[0].modules() if isinstance(module, MoELayer))
-    return layer.bfloat16()
+    return built_moe_layer(ARGUMENTS + MODELS[model][0], RANKS).bfloat16()
 
 
 class Seen:
