@@ -224,15 +224,21 @@ def in_order(runs: Sequence[dict]) -> list[dict]:
     return sorted(runs, key=lambda run: (order.index(run["name"]), run["seed"]))
 
 
+def losses_of(runs: Sequence[dict]) -> dict[str, dict[int, float]]:
+    """Return the losses of runs by name and seed."""
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        losses.setdefault(run["name"], {})[run["seed"]] = run["loss"]
+    return losses
+
+
 def gaps_of(runs: Sequence[dict]) -> dict[str, tuple[float, float]]:
     """Return each name's gap to the first and its standard error, NaN of one seed.
 
     Raises:
         SystemExit: names have other seeds than the first.
     """
-    losses: dict[str, dict[int, float]] = {}
-    for run in runs:
-        losses.setdefault(run["name"], {})[run["seed"]] = run["loss"]
+    losses = losses_of(runs)
     first, seeds = next(((name, sorted(by_seed)) for name, by_seed in losses.items()), ("", []))
     for name, by_seed in losses.items():
         if sorted(by_seed) != seeds:
@@ -278,10 +284,7 @@ def caption(shown: Sequence[Steps]) -> dict[str, Any]:
 
 def recommended(shown: Sequence[Steps], board: Sequence[dict]) -> list[list[str]]:
     """Return the table of RECOMMENDED: use, ratios with a figure for each GPU, gap on the board."""
-    losses: dict[str, dict[int, float]] = {}
-    for run in board:
-        losses.setdefault(run["name"], {})[run["seed"]] = run["loss"]
-    gaps_by_name = paired_gaps(losses) if losses else {}
+    gaps_by_name = paired_gaps(losses_of(board)) if board else {}
     lines = [["recipe", "use", "× BF16", "× FP8", "× FP8, same loss", "loss gap"]]
     for name, use in RECOMMENDED.items():
         rows = [steps.rows.get((PICTURED, f"{name}, own loss", True)) for steps in shown]
