@@ -2,14 +2,15 @@
 
     python -m benchmarks flagship --output benchmarks/results/flagship-h100.json
 
-Every case is a run of Megatron-LM on one GPU, with its loop, optimizer and logging, mock data and
-Transformer Engine layers: a model of cases/flagship.yaml in a precision. Megatron-LM's own run in
-examples/own_script.py without a recipe; for the hybrid, which that script does not build, in
-pretrain_hybrid.py with only Megatron-LM's arguments. Without mamba-ssm and causal-conv1d its scans
-are slower ones. Recipes quantize the linear layers of all blocks, as Megatron-LM's FP8 does. Cases
-with Liger's loss need liger-kernel. A row has the command line that repeats it. The output gets the
-cases that it lacks: the same command continues where it ended. --gpu 0 1 runs a case on each of two
-GPUs at once. --cpu tries the script out.
+Every case is a run of Megatron-LM on one GPU, or on as many as its model says, with its loop,
+optimizer and logging, mock data and Transformer Engine layers: a model of cases/flagship.yaml in a
+precision. Megatron-LM's own run in examples/own_script.py without a recipe; for the hybrid, which
+that script does not build, in pretrain_hybrid.py with only Megatron-LM's arguments. Without
+mamba-ssm and causal-conv1d its scans are slower ones. Recipes quantize the linear layers of all
+blocks, as Megatron-LM's FP8 does. Cases with Liger's loss need liger-kernel. A row has the command
+line that repeats it. The output gets the cases that it lacks: the same command continues where it
+ended. --gpu 0 1 runs a case on each of two GPUs at once; cases of four GPUs need --gpu 0 1 2 3.
+--cpu tries the script out.
 """
 
 import math
@@ -51,6 +52,11 @@ class Case(NamedTuple):
         """Name that ``--only`` looks in."""
         return f"{self.model} {'graphs ' if self.graphs else ''}{self.precision}"
 
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that it takes."""
+        return int(MODELS[self.model].get("gpus", 1))
+
 
 def cases(tiny: bool = False) -> list[Case]:
     """Return all cases, ordered by model."""
@@ -86,20 +92,21 @@ def words_of(case: Case, iterations: int) -> list[str]:
     return expand_files(training_steps.from_root(words))
 
 
-def run_case(case: Case, iterations: int, gpu: str | None) -> dict[str, Any]:
-    """Run a case on one GPU; return its row."""
+def run_case(case: Case, iterations: int, gpus: str | None) -> dict[str, Any]:
+    """Run a case on GPUs, such as "0,1"; return its row, with the rates of one GPU."""
     words = words_of(case, iterations)
     row = {
         "model": case.model,
         "precision": case.precision,
         "graphs": case.graphs,
         "commit": machine()["commit"],
-        "command": training_command(case.script, words, gpus=1),
-        **train(case.script, words, gpus=1, device=gpu),
+        "command": training_command(case.script, words, case.gpus),
+        **train(case.script, words, case.gpus, gpus),
         "cublaslt": records.cublaslt(),
     }
     if "median_ms" in row:
-        row["tokens_per_s"] = round(1e3 * tokens_of(case.arguments.split()) / row["median_ms"])
+        tokens = tokens_of(case.arguments.split()) / case.gpus
+        row["tokens_per_s"] = round(1e3 * tokens / row["median_ms"])
         row["mfu"] = round(row["tflop_per_s"] / PEAK_TFLOPS, 4)
     return row
 
@@ -121,8 +128,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     gib = math.inf if args.cpu else min(memory_gib(gpu or 0) for gpu in args.gpus)
     fitting = {
-        case.name: case for case in cases(args.cpu) if MODELS[case.model].get("needs_gib", 0) <= gib
+        case.name: case
+        for case in cases(args.cpu)
+        if MODELS[case.model].get("needs_gib", 0) <= gib and case.gpus <= len(args.gpus)
     }
-    run = lambda case, gpu: run_case(case, args.iterations, gpu)  # noqa: E731
+    run = lambda case, gpus: run_case(case, args.iterations, gpus)  # noqa: E731
     titles = {name: model["title"] for name, model in MODELS.items()}
-    run_cases(fitting, run, args, 1, args.gpus, models=titles, peak_tflops=PEAK_TFLOPS)
+    run_cases(
+        fitting, run, args, len(args.gpus), args.gpus, gpus_of=lambda case: case.gpus,
+        models=titles, peak_tflops=PEAK_TFLOPS,
+    )  # fmt: skip
