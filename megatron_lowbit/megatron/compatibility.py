@@ -25,7 +25,8 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     """
     described = on_described_machine(args)
     rows = [attention_mask(described), local_layers(described), fused_loss(described)]
-    rows += [graphs_of_experts(described), saves(args), schedules(args), gemma_layers(args)]
+    rows += [graphs_of_experts(described), megatron_fsdp(described), schedules(args)]
+    rows.append(gemma_layers(args))
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -135,12 +136,25 @@ def graphs_of_experts(args: Namespace) -> Rows:
     }
 
 
-def saves(args: Namespace) -> Rows:
-    """Return saves that end the run."""
-    mcore = args.async_save and args.async_strategy == "mcore"
+def megatron_fsdp(args: Namespace) -> Rows:
+    """Return arguments with which Megatron-FSDP ends the run."""
+    reasons = {
+        "--async-save --async-strategy mcore": (
+            "the first save ends in an error of Megatron-LM; leave out --async-save",
+            args.async_save and args.async_strategy == "mcore",
+        ),
+        "--pipeline-model-parallel-size above 1": (
+            "its mesh of ranks has no pipeline stages; leave one of them out",
+            args.pipeline_model_parallel_size > 1,
+        ),
+        "--cuda-graph-impl": (
+            "its hooks and parameters cannot be captured; leave one of them out",
+            args.cuda_graph_impl != "none",
+        ),
+    }
     return {
-        "--async-save --async-strategy mcore with --use-megatron-fsdp: the first save ends in an "
-        "error of Megatron-LM's; leave out --async-save": mcore and args.use_megatron_fsdp,
+        f"{flag} with --use-megatron-fsdp: {reason}": given and args.use_megatron_fsdp
+        for flag, (reason, given) in reasons.items()
     }
 
 

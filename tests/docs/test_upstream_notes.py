@@ -13,6 +13,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import megatron.core
 import megatron.training
 from megatron.core.datasets import utils
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 from megatron.core.tensor_parallel import layers
@@ -83,6 +85,7 @@ CITED = {
     "schedules.py:195": "assert out._base is None",
     "fused_mla_yarn_rope_apply.py:684": "cos, sin = ctx.saved_tensors",
     "token_dispatcher.py:317": "self.local_map.sum(dim=0).long().cpu()",
+    "mcore_fsdp_adapter.py:561": "mesh = einops.rearrange(",
     "token_dispatcher.py:546": '_maybe_update_cuda_sync_point("before_permutation_1")',
     "token_dispatcher.py:950": "self.d2h_event.synchronize()",
     "transformer_config.py:2514": "or self.moe_router_padding_for_fp8",
@@ -239,6 +242,12 @@ def test_a_recorded_layer_ends_no_pipeline_stage():
     output = _CudagraphRecordNode.apply(runner, torch.ones(4, requires_grad=True) * 2)
     with pytest.raises(AssertionError, match="free a view of another tensor"):
         deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
+
+
+def test_the_mesh_of_megatron_fsdp_has_no_pipeline_stages(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: group or 4)
+    with pytest.raises(Exception, match="Shape mismatch, 4 != 2"):
+        mcore_fsdp_adapter._get_dp_tp_mesh(SimpleNamespace(size=lambda: 2), 1)
 
 
 def test_a_plan_of_an_asynchronous_save_takes_no_cache():

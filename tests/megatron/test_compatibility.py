@@ -113,12 +113,18 @@ def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
     hooks(recipe, **{**model, "reset_attention_mask": False}, transformer_impl="transformer_engine")
 
 
-def test_saves_that_end_a_run_are_refused():
-    saves = {"async_save": True, "use_megatron_fsdp": True, "async_strategy": "mcore"}
-    with pytest.raises(UserError, match="leave out --async-save"):
-        hooks(None, **saves)
-    for change in ({"async_save": False}, {"use_megatron_fsdp": False}):
-        hooks(None, **{**saves, **change})
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [
+        ("--async-save --async-strategy mcore", {"async_save": True, "async_strategy": "mcore"}),
+        ("--pipeline-model-parallel-size above 1", {"pipeline_model_parallel_size": 2}),
+        ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
+    ],
+)
+def test_arguments_that_end_runs_of_megatron_fsdp_are_refused(flag, given):
+    with pytest.raises(UserError, match=f"^{flag} with --use-megatron-fsdp: .* leave "):
+        hooks(None, use_megatron_fsdp=True, transformer_impl="transformer_engine", **given)
+    hooks(None, transformer_impl="transformer_engine", **given)
 
 
 @pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
