@@ -24,9 +24,7 @@ from megatron_lowbit.errors import UserError, as_user_error, require, say
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
-    # For sequences of several documents, which forward_step.py does not support.
-    "--dataloader-inter-document-masking": "packed sequences are not supported, leave it out",
-    "--hybrid-context-parallel": "packed sequences are not supported, leave it out",
+    "--hybrid-context-parallel": "sequences of several lengths are not supported, leave it out",
     # With these Megatron-LM 0.19.2 ends every run in an error of Python.
     "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",
     "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; leave it out",

@@ -26,7 +26,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     described = on_described_machine(args)
     rows = [attention_mask(described), local_layers(described), fused_loss(described)]
     rows += [graphs_of_experts(described), megatron_fsdp(described), schedules(args)]
-    rows.append(gemma_layers(args))
+    rows += [gemma_layers(args), document_masks(described)]
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -134,6 +134,31 @@ def graphs_of_experts(args: Namespace) -> Rows:
             args.moe_router_padding_for_quantization and prepares
         ),
     }
+
+
+def document_masks(args: Namespace) -> Rows:
+    """Return arguments that exclude ``--dataloader-inter-document-masking``."""
+    if not args.dataloader_inter_document_masking:
+        return {}
+    stages = args.pipeline_model_parallel_size > 1
+    reasons = {
+        "Transformer Engine layers, and so a GPU": args.transformer_impl != "transformer_engine",
+        "a GPT: Mamba layers carry states over documents": args.hybrid_layer_pattern is not None,
+        "--context-parallel-size 1: parts of a document would need equal lengths": (
+            args.context_parallel_size > 1
+        ),
+        "--micro-batch-size 1 in a pipeline: stages exchange one sequence": (
+            stages and args.micro_batch_size > 1
+        ),
+        "--cuda-graph-impl none: documents differ in every micro batch": (
+            args.cuda_graph_impl != "none"
+        ),
+        "a data set of documents; leave out --sft": args.sft,
+        "samples of whole documents; leave out --fim-data": args.fim_data,
+        "no --reset-position-ids, whose effect it has; leave that out": args.reset_position_ids,
+    }
+    flag = "--dataloader-inter-document-masking"
+    return {f"{flag} needs {reason}": given for reason, given in reasons.items()}
 
 
 def megatron_fsdp(args: Namespace) -> Rows:

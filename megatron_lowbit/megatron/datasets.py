@@ -49,6 +49,8 @@ def provide_datasets(
 
     def is_built_here() -> bool:
         on_this_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
+        # Attention of every stage stays within documents.
+        on_this_stage = on_this_stage or args.dataloader_inter_document_masking
         return on_this_stage and mpu.get_tensor_model_parallel_rank() == 0
 
     # Rank 0 builds the cached indices while other ranks wait.
@@ -104,6 +106,7 @@ def _config(args: Namespace) -> GPTDatasetConfig:
         "blend": blend,
         "blend_per_split": blend_per_split,
         "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "inter_document_masking": args.dataloader_inter_document_masking,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core import mpu, utils
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, get_tokenizer
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
@@ -17,6 +19,8 @@ from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.datasets import has_mtp
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+"""Boundaries of a micro batch's documents, with ``--dataloader-inter-document-masking``."""
 _SPIKE_FACTOR = 10
 """Ratio to the largest loss so far from which ``--check-for-spiky-loss`` reports a loss."""
 
@@ -53,6 +57,7 @@ def forward_step(
             batch["attention_mask"],
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
+            **_documents(batch, model.training),
         )
     return output, partial(_loss, batch["loss_mask"])
 
@@ -60,8 +65,8 @@ def forward_step(
 def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None]:
     """Return this rank's part of the next microbatch, with None for tensors of other stages."""
     args = get_args()
-    predicts_more = has_mtp(args, vp_stage)
-    if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_more):
+    predicts_more, masks = has_mtp(args, vp_stage), args.dataloader_inter_document_masking
+    if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_more or masks):
         return dict.fromkeys(_KEYS)
     batch: dict[str, Any] = {}
     tensor_rank = mpu.get_tensor_model_parallel_rank()
@@ -69,12 +74,13 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
         loaded = next(data)
         _check_ids(loaded, args)
         batch = {
-            key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in _KEYS
+            key: loaded[key].cuda(non_blocking=True) if key in loaded else None
+            for key in (*_KEYS, *_DOCUMENT_KEYS)
         }
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     batch = utils.get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=masks,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -88,8 +94,29 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(**virtual),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(**virtual),
     )
+    batch = utils.flatten_batch_for_packed_sequences(batch)
     group = mpu.get_context_parallel_group()
     return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+
+
+def _documents(batch: dict[str, Any], trains: bool) -> dict[str, PackedSeqParams]:
+    """Return the argument by which attention stays within documents; none without their masks.
+
+    ``trains``: Megatron-LM counts the FLOPs of attention by these lengths.
+    """
+    if batch.get("cu_seqlens") is None:
+        return {}
+    boundaries, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
+    if trains:
+        update_seqlen_stats_from_cu_seqlens(boundaries)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return {"packed_seq_params": packed}
 
 
 def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:

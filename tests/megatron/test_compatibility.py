@@ -34,6 +34,8 @@ USUAL = {
     "tensorboard_dir": None, "wandb_project": None, "swiglu": False, "squared_relu": False,
     "quick_geglu": False, "context_parallel_size": 1, "position_embedding_type": "rope",
     "cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native",
+    "dataloader_inter_document_masking": False, "sft": False, "fim_data": False,
+    "reset_position_ids": False, "micro_batch_size": 2,
 }  # fmt: skip
 
 
@@ -125,6 +127,27 @@ def test_arguments_that_end_runs_of_megatron_fsdp_are_refused(flag, given):
     with pytest.raises(UserError, match=f"^{flag} with --use-megatron-fsdp: .* leave "):
         hooks(None, use_megatron_fsdp=True, transformer_impl="transformer_engine", **given)
     hooks(None, transformer_impl="transformer_engine", **given)
+
+
+@pytest.mark.parametrize(
+    ("needed", "given"),
+    [
+        ("Transformer Engine layers", {"transformer_impl": "local"}),
+        ("a GPT", {"hybrid_layer_pattern": "M*"}),
+        ("--context-parallel-size 1", {"context_parallel_size": 2}),
+        ("--micro-batch-size 1 in a pipeline", {"pipeline_model_parallel_size": 2}),
+        ("--cuda-graph-impl none", {"cuda_graph_impl": "local"}),
+        ("a data set of documents", {"sft": True}),
+        ("samples of whole documents", {"fim_data": True}),
+        ("no --reset-position-ids", {"reset_position_ids": True}),
+    ],
+)
+def test_masks_of_documents_say_what_they_need(needed, given):
+    masks = {"dataloader_inter_document_masking": True, "transformer_impl": "transformer_engine"}
+    hooks(["nvfp4"], **masks)
+    hooks(["nvfp4"], **masks, pipeline_model_parallel_size=2, micro_batch_size=1)
+    with pytest.raises(UserError, match=f"^--dataloader-inter-document-masking needs {needed}"):
+        hooks(["nvfp4"], **{**masks, **given})
 
 
 @pytest.mark.parametrize("recipe", [None, ["nvfp4"]])

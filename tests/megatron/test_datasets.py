@@ -2,11 +2,14 @@
 
 import json
 import os
+from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import forward_step
 from megatron_lowbit.megatron.forward_step import _check_ids
 
 # isort: split
@@ -44,6 +47,35 @@ def test_samples_are_the_tokens(datasets, prefix, tmp_path):
     seen = [tokens(part) for part in (train, valid, test)]
     assert not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
     assert list((tmp_path / "cache").rglob("*.npy"))
+
+
+def next_batch(loaded: dict) -> dict:
+    get_args().curr_iteration = 0
+    return forward_step._next_batch(iter([loaded]), None)
+
+
+def test_attention_stays_within_documents(datasets, prefix):
+    """Documents begin at multiples of 25, the only ids that follow another document's."""
+    line = f"--data-path {prefix} --split 1,0,0 --dataloader-inter-document-masking"
+    train, _, _ = datasets(f"{line} --seq-length 64 --max-position-embeddings 64", 12, 0, 0)
+    loaded = default_collate([train[number] for number in range(2)])
+    batch = next_batch(loaded)
+    tokens = batch["tokens"][0]
+    assert torch.equal(tokens, loaded["tokens"].flatten())
+    starts = [i for i, token in enumerate(tokens.tolist()) if token % 25 == 0 or i % 64 == 0]
+    packed = forward_step._documents(batch, trains=False)["packed_seq_params"]
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [*starts, 128]
+    assert len(starts) > 4 and packed.qkv_format == "thd"
+    longest = max(b - a for a, b in pairwise([*starts, 128]))
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == longest
+    positions = [i - max(x for x in starts if x <= i) for i in range(128)]
+    assert batch["position_ids"].tolist() == [positions]
+
+
+def test_a_batch_without_masks_has_no_documents(datasets, prefix):
+    train, _, _ = datasets(f"--data-path {prefix} --split 1,0,0", 12, 0, 0)
+    batch = next_batch(default_collate([train[0]]))
+    assert forward_step._documents(batch, trains=True) == {}
 
 
 def test_the_cache_is_where_it_is_asked_for(datasets, prefix, tmp_path):
