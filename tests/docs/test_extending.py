@@ -259,7 +259,7 @@ for one, other in zip(results(select_engine(x.device)), results(ReferenceEngine(
     assert torch.equal(one, other)
 """,
     )
-    dtype, error = printed.splitlines()[-2:]  # the compiler may say first that it is at work
-    assert dtype == "torch.int8"
+    lines = printed.splitlines()  # among warnings of the compiler
     stated = float(re.search(r"# about ([\d.]+)$", page.usage, re.MULTILINE)[1])
-    assert float(error.split()[-1]) == pytest.approx(stated, rel=0.1)
+    assert "torch.int8" in lines
+    assert float(lines[-1].split()[-1]) == pytest.approx(stated, rel=0.1)

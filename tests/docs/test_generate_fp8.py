@@ -19,7 +19,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "fp8.md"
 @pytest.mark.slow
 def test_the_page_s_figures_are_the_script_s(tmp_path):
     text, copy = PAGE.read_text(), tmp_path / "fp8.md"
-    copy.write_text(re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE))
+    # The last table is of GPUs.
+    made, end, measured = text.partition("<!-- /accumulators -->")
+    copy.write_text(re.sub(r"^\|.*\n", "", made, flags=re.MULTILINE) + end + measured)
     assert copy.read_text().count("%") < text.count("%") / 10
     fp8_page.main(["--document", str(copy)])
     assert copy.read_text() == text
