@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.version import __version__
 
 _SHELLS = ("bash", "zsh", "tcsh", "fish")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
@@ -48,14 +49,18 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(**settings: Any) -> CommandParser:
-    """Build the parser of an installed command, with ``--print-completion``."""
+    """Build the parser of an installed command, with :func:`add_exits`."""
     parser = CommandParser(**settings)
-    add_print_completion(parser)
+    add_exits(parser)
     return parser
 
 
-def add_print_completion(parser: argparse.ArgumentParser) -> None:
-    """Add ``--print-completion SHELL``, which prints a completion script and exits."""
+def add_exits(parser: argparse.ArgumentParser) -> None:
+    """Add ``--version`` and ``--print-completion SHELL``, which print and exit."""
+    parser.add_argument(
+        "--version", action="version", version=f"megatron-lowbit {__version__}",
+        help="print the version and exit",
+    )  # fmt: skip
     parser.add_argument(
         "--print-completion", action=_PrintCompletion, choices=_SHELLS,
         help="print this shell's completion script and exit",

@@ -23,6 +23,7 @@ def lazy_attributes(
         return getattr(import_module(f".{homes[name]}", package), name)
 
     def __dir__() -> list[str]:
-        return sorted({*vars(imported[package]), *homes})
+        special = {name for name in vars(imported[package]) if name.startswith("__")}
+        return sorted(special | homes.keys())
 
     return __getattr__, __dir__, sorted(homes)

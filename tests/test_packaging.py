@@ -113,6 +113,11 @@ def test_a_wrong_argument_is_one_line(name, command):
     assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_the_version(name, command):
+    assert command(name, "--version")[:2] == (0, f"megatron-lowbit {PROJECT['version']}\n")
+
+
 def test_help_of_training():
     """Help of this project's own arguments, and of those without which no run starts."""
     parser = front_parser()

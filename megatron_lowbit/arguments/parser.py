@@ -187,7 +187,7 @@ def front_parser() -> command_line.CommandParser:
         allow_abbrev=False,
         formatter_class=partial(command_line.HelpFormatter, width=command_line.HELP_WIDTH),
     )
-    command_line.add_print_completion(parser)
+    command_line.add_exits(parser)
     add_own_arguments(add_megatron_arguments(parser))
     # Put this project's groups first in the help, before argparse's "options".
     parser._action_groups.sort(key=lambda group: group.title not in _OWN_GROUPS)

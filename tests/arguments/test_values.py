@@ -225,7 +225,7 @@ def command_lines(draw: st.DrawFn, flags: list[str]) -> list[str]:
 def test_any_command_line_is_accepted_or_refused_in_one_line(
     parser, tmp_path, monkeypatch, examples
 ):
-    exits = {"-h", "--help", "--print-completion"}
+    exits = {"-h", "--help", "--print-completion", "--version"}
     # Folders would be made, and files of any name read.
     paths = {"--save", "--tensorboard-dir", "--wandb-save-dir", "--wandb-project"}
     flags = sorted(set(parser._option_string_actions) - exits - paths)
