@@ -73,9 +73,10 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
     if tensor_rank == 0:
         loaded = next(data)
         _check_ids(loaded, args)
+        # Samples of conversations have boundaries, too, of one document each.
+        keys = (*_KEYS, *_DOCUMENT_KEYS) if masks else _KEYS
         batch = {
-            key: loaded[key].cuda(non_blocking=True) if key in loaded else None
-            for key in (*_KEYS, *_DOCUMENT_KEYS)
+            key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in keys
         }
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     batch = utils.get_batch_on_this_tp_rank(
