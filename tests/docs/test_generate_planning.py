@@ -20,6 +20,7 @@ def test_plans_are_near_published_figures():
         assert rate == pytest.approx(float(speed.replace(",", "")), rel=0.05)
 
 
+@pytest.mark.slow
 def test_calculated_tables_are_today_s():
     assert planning_page.calculated("hybrid-12b") in PAGE
 

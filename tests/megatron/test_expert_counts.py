@@ -167,7 +167,8 @@ def test_outputs_and_gradients_are_the_dispatchers_to_the_bit(model):
 
 
 @on_a_cpu
-@pytest.mark.parametrize("model", others_slow(BY_KERNELS, ["fp8-tile"]))
+@pytest.mark.slow  # tests/layers/test_grouped.py has the same kernels in fewer programs
+@pytest.mark.parametrize("model", BY_KERNELS)
 def test_tokens_are_quantized_without_permuted_copies(model, gathered):
     """Kernels take them in the order of experts, with the bits of permuted tokens."""
     with moe_layer(ALL[model]) as layer:
