@@ -24,10 +24,11 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
 WORKDIR /workspace
 
 # First what the package needs, by way of a package without code: this layer stays when code
-# changes. torch alone, from its CPU index: what others require would bring in CUDA.
+# changes. torch alone, and +cpu: PyPI's has CUDA, which pip would take where the CPU index is not
+# reached.
 COPY constraints.txt pyproject.toml setup.py README.md LICENSE NOTICE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --no-deps --constraint constraints.txt torch \
+    pip install --no-deps "$(grep '^torch==' constraints.txt)+cpu" \
         --extra-index-url https://download.pytorch.org/whl/cpu \
     && pip install --constraint constraints.txt '.[test]' \
     && pip uninstall --yes megatron-lowbit

@@ -43,13 +43,14 @@ data/stdlib.idx: .venv/installed
 	$(BIN)/lowbit-preprocess $(SOURCES) --tokenizer-model data/tokenizer \
 	    --output-prefix data/stdlib --workers 2
 
-# torch comes first and alone, from its CPU index: what others require would bring in CUDA.
+# torch comes first and alone, and +cpu: PyPI's has CUDA, which pip would take where the CPU index
+# is not reached.
 # Megatron-LM's wheels need Python 3.12; on 3.11 its source distribution is built, in some 20 s.
 .venv/installed: constraints.txt pyproject.toml
 	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) \
 	    else f'Python 3.11, 3.12 or 3.13 is needed, not {v[0]}.{v[1]}: make PYTHON=python3.12')"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --no-deps --constraint constraints.txt torch \
+	$(BIN)/pip install --no-deps "$$(grep '^torch==' constraints.txt)+cpu" \
 	    --extra-index-url https://download.pytorch.org/whl/cpu
 	if $(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 12))"; then \
 	    $(BIN)/pip install --no-deps --ignore-requires-python --no-binary megatron-core \

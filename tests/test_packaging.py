@@ -13,7 +13,6 @@ import tomllib
 import zipfile
 from importlib import import_module
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 from hypothesis import settings
@@ -21,6 +20,7 @@ from hypothesis import settings
 import megatron_lowbit
 from megatron_lowbit.arguments import front_parser
 from megatron_lowbit.arguments.precision import INSTALL_TRANSFORMER_ENGINE
+from tests.torch_index import WITHOUT_OTHERS, index_of_torch
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -207,20 +207,6 @@ def test_completion_of_fish(name, command, tmp_path):
     assert result.stdout.startswith("--print-completion\t") and not result.stderr
 
 
-def index_of_torch(folder: Path) -> str:
-    """Make a package index with a torch for CPUs, as far as pip reads it; return its URL."""
-    info, version = "torch-2.13.0+cpu.dist-info", "Version: 2.13.0+cpu"
-    wheel = folder / "torch" / "torch-2.13.0+cpu-py3-none-any.whl"
-    wheel.parent.mkdir()
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\n{version}\n")
-        tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        archive.writestr(f"{info}/WHEEL", tag)
-        archive.writestr(f"{info}/RECORD", "")
-    (wheel.parent / "index.html").write_text(f'<a href="{quote(wheel.name)}">{wheel.name}</a>')
-    return folder.as_uri()
-
-
 @pytest.mark.slow
 def test_installation_without_cuda(built, tmp_path):
     """The commands of docs/start.md, on an index in which torch is a package without content."""
@@ -230,11 +216,8 @@ def test_installation_without_cuda(built, tmp_path):
     assert source in first and second == "install ."
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     pip = [str(tmp_path / "venv" / "bin" / "python"), "-m", "pip"]
-    (tmp_path / "index").mkdir()
-    index = first.replace(source, index_of_torch(tmp_path / "index"))
-    # Without other indexes and constraints of this machine.
-    only = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
-    subprocess.run([*pip, *index.split()], check=True, env=only)
+    index = first.replace(source, index_of_torch(tmp_path / "index", "2.13.0+cpu"))
+    subprocess.run([*pip, *index.split()], check=True, env=os.environ | WITHOUT_OTHERS)
     report, wheel = tmp_path / "report.json", str(next(built.glob("*.whl")))
     resolve = [*pip, "install", "--dry-run", "--quiet", "--report", str(report), wheel]
     subprocess.run(resolve, check=True)

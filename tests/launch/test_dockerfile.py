@@ -1,9 +1,10 @@
 """Dockerfile: what it copies, pins and runs exists, and agrees with the rest of the project.
 
-Nothing is built here.
+Nothing is built here; of the commands, only pip's choice of a torch is tried.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from tests.torch_index import WITHOUT_OTHERS, index_of_torch
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,6 +90,26 @@ def test_nobody_runs_as_root(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_base_images_are_pinned(stage):
     assert re.search(r":\d+\.\d+[\w.-]*$", of(stage, "FROM")[0])
+
+
+def test_no_torch_is_taken_where_the_cpu_index_has_none(tmp_path):
+    """PyPI's torch of the same version is CUDA's. The Makefile's command is the same."""
+    make = ["make", "--dry-run", "--always-make", "--directory", str(ROOT), ".venv/installed"]
+    made = subprocess.run(make, capture_output=True, text=True, check=True).stdout
+    version = next(p for p in CONSTRAINTS if p.startswith("torch==")).removeprefix("torch==")
+    pypi = index_of_torch(tmp_path / "pypi", version)
+    cpu = index_of_torch(tmp_path / "cpu", f"{version}+cpu")
+    only = {"PIP_INDEX_URL": pypi, "PIP_DRY_RUN": "1", "PIP_IGNORE_INSTALLED": "1"}
+    for text in (" ".join(of("cpu", "RUN")), made.replace("\\\n", " ")):
+        command, url = re.search(r"pip (install --no-deps .*?(https://\S+/whl/cpu))", text).groups()
+        for index, found in ((cpu, True), ((tmp_path / "none").as_uri(), False)):
+            pip = f"{sys.executable} -m pip {command.replace(url, index)}"
+            result = subprocess.run(
+                pip, shell=True, cwd=ROOT, env=os.environ | WITHOUT_OTHERS | only,
+                capture_output=True, text=True,
+            )  # fmt: skip
+            assert (f"Would install torch-{version}+cpu" in result.stdout) == found, result
+            assert ("No matching distribution found for torch==" in result.stderr) != found, result
 
 
 def test_python_fits():
