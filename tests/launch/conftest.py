@@ -22,7 +22,7 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def launch():
     """Starts a command in the background, its output added to a log file.
 

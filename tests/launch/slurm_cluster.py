@@ -1,14 +1,16 @@
-"""A Slurm cluster of one node on this machine, its daemons and files in one folder."""
+"""A Slurm cluster of two nodes on this machine, its daemons and files in one folder."""
 
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import nodes
+from nodes import Node
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 # Debian keeps them out of users' PATH.
@@ -16,17 +18,15 @@ _PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
 
 _CONFIGURATION = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldHost={host}({nodes[0].address})
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -37,7 +37,11 @@ SwitchType=switch/none
 SchedulerParameters=sched_interval=2,bf_interval=2
 # As many CPUs as tests ask for, whatever the machine has.
 SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+NodeName={nodes[0].name} NodeAddr={nodes[0].address} CPUs=1
+NodeName={nodes[1].name} NodeAddr={nodes[1].address} CPUs=1
+# A node that does not answer is down after 300 seconds by default, and stays down.
+SlurmdTimeout=10
+ReturnToService=2
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -47,31 +51,28 @@ def missing() -> str | None:
     absent = [name for name in DAEMONS if shutil.which(name, path=_PATH) is None]
     if absent:
         return f"no {', '.join(absent)} (Debian: apt-get install munge slurmctld slurmd)"
-    if os.geteuid() != 0:
-        return "slurmd runs jobs as root only"
-    return None
+    return nodes.missing()
 
 
 class Cluster:
-    """Within it the daemons run. ``folder`` should be new; its path, short: it holds a socket."""
+    """Within it the daemons run, the controller and the commands in the first node's network.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._daemons: list[subprocess.Popen] = []
+    ``folder`` should be new; its path, short: it holds a socket.
+    """
+
+    def __init__(self, folder: Path, *two: Node) -> None:
+        self.folder, self.nodes = folder, two
+        self._daemons: dict[str, subprocess.Popen] = {}
         self._environment = os.environ | {"PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> "Cluster":
         folder = self.folder
-        for name in ("state", "spool"):
-            (folder / name).mkdir()
-        with socket.socket() as first, socket.socket() as second:
-            ports = []
-            for one in (first, second):
-                one.bind(("127.0.0.1", 0))
-                ports.append(one.getsockname()[1])
+        (folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
         (folder / "slurm.conf").write_text(
-            _CONFIGURATION.format(folder=folder, host=host, ports=ports, user=getpass.getuser())
+            _CONFIGURATION.format(
+                folder=folder, host=host, nodes=self.nodes, user=getpass.getuser()
+            )
         )
         # Needs no control groups, but must name one: "disabled" came with Slurm 23.02.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -82,11 +83,12 @@ class Cluster:
             munge = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
             options = [f"--{option}={folder}/munge.{end}" for option, end in munge.items()]
             # --force: it would want every folder above its own to be writable by root alone.
-            self._start("munged", "--foreground", "--force", f"--key-file={key}", *options)
-            self._wait_for(lambda: (folder / "munge.socket").exists(), "munged")
-            self._start("slurmctld", "-D")
-            self._start("slurmd", "-D", "-N", host)
-            self._wait_for(lambda: self.run("sinfo", "-h", "-o", "%t") == "idle", "the node")
+            munged = ["munged", "--foreground", "--force", f"--key-file={key}", *options]
+            self._start("munged", munged)
+            self._wait_for((folder / "munge.socket").exists, "munged")
+            self._start("slurmctld", self.nodes[0].connected(["slurmctld", "-D"]))
+            for node in self.nodes:
+                self.boot(node)
         except BaseException:
             self._stop()
             raise
@@ -98,9 +100,24 @@ class Cluster:
     def run(self, *command: str, **environment: str) -> str:
         """Return what one of Slurm's commands prints; "" where it fails."""
         result = subprocess.run(
-            command, env=self._environment | environment, capture_output=True, text=True
-        )
+            self.nodes[0].connected([*command]), env=self._environment | environment,
+            capture_output=True, text=True,
+        )  # fmt: skip
         return result.stdout.strip() if result.returncode == 0 else ""
+
+    def boot(self, node: Node) -> None:
+        """Start a node, and wait until it takes jobs."""
+        node.plug("up")
+        self._start(node.name, node.alone(["slurmd", "-D"]))
+        state = ("sinfo", "--noheader", "--nodes", node.name, "--format", "%t")
+        self._wait_for(lambda: self.run(*state) == "idle", node.name)
+
+    def cut_off(self, node: Node) -> None:
+        """End all processes of a node, as without power: nothing tells the other node."""
+        node.plug("down")
+        daemon = self._daemons.pop(node.name)
+        daemon.kill()
+        daemon.wait()
 
     def job(self, number: str) -> dict[str, str]:
         """Return the known facts of a job: JobState, Restarts, Reason, ..."""
@@ -114,35 +131,21 @@ class Cluster:
             for path in sorted(self.folder.glob("*.log"))
         )
 
-    def _start(self, name: str, *arguments: str) -> None:
-        with open(self.folder / f"{name}.log", "w") as log:
-            command = [shutil.which(name, path=_PATH), *arguments]
-            self._daemons.append(
-                # Not for Ctrl-C to end: jobs are cancelled first.
-                subprocess.Popen(
-                    command, env=self._environment, stdout=log, stderr=log, start_new_session=True
-                )
+    def _start(self, name: str, command: list[str]) -> None:
+        with open(self.folder / f"{name}.log", "a") as log:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self._environment, stdout=log, stderr=log
             )
 
     def _wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            dead = [daemon.args[0] for daemon in self._daemons if daemon.poll() is not None]
+            dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if dead or time.monotonic() > deadline:
                 raise RuntimeError(f"{what} did not come up ({dead}):\n{self.logs()}")
             time.sleep(0.1)
 
     def _stop(self) -> None:
-        # Jobs first: their processes are children of none of the daemons.
-        self.run("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
-        self.run("scancel", "--user", getpass.getuser())
-        deadline = time.monotonic() + 20
-        while self.run("squeue", "-h") and time.monotonic() < deadline:
-            time.sleep(0.2)
-        for daemon in reversed(self._daemons):
-            daemon.send_signal(signal.SIGTERM)
-            try:
-                daemon.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+        for daemon in reversed(self._daemons.values()):
+            daemon.kill()  # and with a node's, its jobs
+            daemon.wait()

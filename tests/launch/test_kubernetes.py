@@ -3,11 +3,13 @@
 The schema is that of Kubeflow Trainer's Python models, which hold JobSet's API and Kubernetes'.
 """
 
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import nodes
+import psutil
 import pytest
 import yaml
 from tiny_run import ROOT, arguments_for, steps
@@ -24,6 +26,8 @@ WORKERS = JOB_SET["spec"]["replicatedJobs"][0]
 JOB = WORKERS["template"]["spec"]
 POD = JOB["template"]["spec"]
 CONTAINER = POD["containers"][0]
+
+on_two_nodes = pytest.mark.skipif(nodes.missing() is not None, reason=f"{nodes.missing()}")
 
 
 def parsed():
@@ -80,49 +84,84 @@ def test_a_failure_starts_all_again():
     assert POD["terminationGracePeriodSeconds"] > 30  # what torchrun waits before it kills
 
 
-def command_of(index: int, port: int, training: list[str]) -> list[str]:
-    """Run one node's command of the manifest on this machine, with other training arguments."""
-    here = {"--nproc-per-node": "1", "--master-addr": "127.0.0.1"}
-    here |= {"--node-rank": str(index), "--master-port": str(port)}
+def command_of(index: int, training: list[str]) -> list[str]:
+    """Return one node's command of the manifest, with one process and other training arguments."""
     script = CONTAINER["args"].index("pretrain_gpt.py")
-    options = [argument.partition("=") for argument in CONTAINER["args"][:script]]
-    launcher = [f"{name}={here.get(name, value)}" for name, _, value in options]
-    return [sys.executable, *CONTAINER["command"][1:], *launcher, "pretrain_gpt.py", *training]
+    launcher = [
+        a.replace("$(JOB_COMPLETION_INDEX)", str(index)) for a in CONTAINER["args"][:script]
+    ]
+    one_process = [*launcher, "--nproc-per-node=1", "pretrain_gpt.py"]  # the last option counts
+    return [sys.executable, *CONTAINER["command"][1:], *one_process, *training]
 
 
 def log_of(folder: Path, index: int) -> Path:
     return folder.with_suffix(f".{index}.log")
 
 
-@pytest.fixture
-def start(corpus, launch):
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[list[nodes.Node]]:
+    """Two nodes with the names of the set's pods; a node ends with its torchrun, as a pod does."""
+    name = JOB_SET["metadata"]["name"]
+    with nodes.two_nodes(*(f"{name}-{WORKERS['name']}-0-{n}.{name}" for n in range(2))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def start(corpus, launch, two_nodes):
     """Starts the tiny model on both nodes."""
 
     def pods(folder: Path) -> list[subprocess.Popen]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        more = ["--train-iters", "100", "--save-interval", "50", "--exit-signal-handler"]
+        more = ["--train-iters", "100", "--save-interval", "20", "--exit-signal-handler"]
         own = arguments_for(corpus, ("--save", folder, "--load", folder, *more))
-        return [launch(command_of(n, port, own), log_of(folder, n)) for n in range(2)]
+        commands = [node.alone(command_of(n, own)) for n, node in enumerate(two_nodes)]
+        return [launch(command, log_of(folder, n)) for n, command in enumerate(commands)]
 
     return pods
 
 
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory) -> dict:
+    """Loss and gradient norm of each iteration of a run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert [pod.wait(timeout=300) for pod in start(folder)] == [0, 0], said(log_of(folder, 0))
+    assert len(steps(folder)) == 100
+    return steps(folder)
+
+
+def begins_again(pods: list[subprocess.Popen], start, folder: Path, whole: dict) -> None:
+    """Check that the set, begun again, trains as if nothing had stopped it."""
+    # torchrun waits for its other nodes, deaf, until its pod's time is up.
+    for pod in pods:
+        pod.kill()
+        pod.wait()
+    log = log_of(folder, 0)
+    assert [pod.wait(timeout=300) for pod in start(folder)] == [0, 0], said(log)[-3000:]
+    assert loaded(log, folder)
+    assert steps(folder) == whole
+
+
 @pytest.mark.slow
-def test_a_pod_that_is_taken_away_loses_nothing(start, tmp_path):
+@on_two_nodes
+def test_a_pod_that_is_taken_away_loses_nothing(start, whole, tmp_path):
     """Both nodes save when one of them is told to go, and go on when both begin again."""
-    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
-    log = log_of(stopped, 0)
-    pods = start(stopped)
-    last = log_of(stopped, 1)  # the last rank prints iterations
+    log, last = log_of(tmp_path, 0), log_of(tmp_path, 1)  # the last rank prints iterations
+    pods = start(tmp_path)
     until(lambda: trained(last, 3), last)
-    pods[1].terminate()
+    psutil.Process(pods[1].pid).children()[0].terminate()
     assert pods[1].wait(timeout=60) != 0  # to Kubernetes a failure, for a reason that it knows
     until(lambda: STOPPED in said(log), log)
-    # The set begins again. torchrun waits for its other nodes, deaf, until the pod's time is up.
-    pods[0].kill()
-    for folder in (stopped, whole):
-        assert [pod.wait(timeout=180) for pod in start(folder)] == [0, 0], said(log)[-3000:]
-    assert loaded(log, stopped)
-    assert steps(stopped) == steps(whole) and len(steps(whole)) == 100
+    begins_again(pods, start, tmp_path, whole)
+
+
+@pytest.mark.slow
+@on_two_nodes
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_pod_loses_only_what_came_after_the_checkpoint(start, whole, tmp_path, index):
+    """The other node's ranks fail by themselves, also where the killed one had the store."""
+    last, survivor = log_of(tmp_path, 1), log_of(tmp_path, 1 - index)
+    pods = start(tmp_path)
+    until(lambda: trained(last, 23), last)
+    psutil.Process(pods[index].pid).children()[0].kill()
+    until(lambda: "failed (exitcode: 1)" in said(survivor), survivor, seconds=60)
+    assert not trained(last, 100)
+    begins_again(pods, start, tmp_path, whole)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nodes import two_nodes
 from slurm_cluster import Cluster, missing
 from tiny_run import ROOT, arguments_for, steps
 from waiting import STOPPED, loaded, said, trained, until
 
-# Two tasks on one node without GPUs, instead of the script's 16 on two with 8 each.
-OPTIONS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", f"--chdir={ROOT}")
+# One task on each of two nodes without GPUs, instead of the script's 8 with a GPU each.
+OPTIONS = ("--ntasks-per-node=1", "--gpus-per-node=0", f"--chdir={ROOT}")
 ITERATIONS = 100
 
 pytestmark = [
@@ -24,7 +25,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     # Not tmp_path: a socket's path may have 107 characters.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder)) as started:
+    folder = tempfile.TemporaryDirectory(prefix="slurm-")
+    with folder as path, two_nodes("node1", "node2") as both, Cluster(Path(path), *both) as started:
         yield started
 
 
@@ -33,9 +35,9 @@ class Job:
 
     def __init__(self, cluster: Cluster, corpus: Path, folder: Path) -> None:
         self._cluster = cluster
-        self.log = folder.with_suffix(".log")
+        self._folder, self.log = folder, folder.with_suffix(".log")
         arguments = arguments_for(
-            corpus, ("--fp4-recipe", "nvfp4", "--train-iters", ITERATIONS, "--save-interval", 50)
+            corpus, ("--fp4-recipe", "nvfp4", "--train-iters", ITERATIONS, "--save-interval", 20)
         )
         self.number = cluster.run(
             "sbatch", "--parsable", *OPTIONS, f"--output={self.log}",
@@ -49,34 +51,54 @@ class Job:
     def until(self, state: str) -> None:
         until(lambda: self.now("JobState") == state, self.log)
 
-    def until_it_trains(self) -> None:
-        until(lambda: trained(self.log, 3), self.log)
+    def until_it_trains(self, iteration: int) -> None:
+        until(lambda: trained(self.log, iteration), self.log)
+
+    def goes_on(self, whole: dict) -> None:
+        """Check that Slurm starts it again, and that it trains as if nothing had stopped it."""
+        # Slurm lets it wait for two minutes: at once, slurmd would take it for the old start.
+        self._cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
+        self.until("COMPLETED")
+        assert self.now("Restarts") == "1"
+        assert loaded(self.log, self._folder)
+        assert steps(self._folder) == whole
 
     def stopped_after(self) -> int:
         assert STOPPED in said(self.log), said(self.log)
         return int(re.findall(r"saved checkpoint from iteration +(\d+)", said(self.log))[-1])
 
 
-def test_stopped_before_its_time_is_up_it_goes_on_by_itself(cluster, corpus, tmp_path):
+@pytest.fixture(scope="module")
+def whole(cluster, corpus, tmp_path_factory) -> dict:
+    """Loss and gradient norm of each iteration of a job that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    Job(cluster, corpus, folder).until("COMPLETED")
+    assert len(steps(folder)) == ITERATIONS
+    return steps(folder)
+
+
+def test_stopped_before_its_time_is_up_it_goes_on_by_itself(cluster, corpus, whole, tmp_path):
     """The warning comes as Slurm sends it: USR1 to the batch script alone."""
     job = Job(cluster, corpus, tmp_path / "stopped")
-    job.until_it_trains()
+    job.until_it_trains(3)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.until("PENDING")
-    # Slurm lets a requeued job wait for two minutes: at once, slurmd would take it for the old one.
-    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now+5")
-    job.until("COMPLETED")
-    assert job.now("Restarts") == "1"
-    assert loaded(job.log, tmp_path / "stopped")
+    job.goes_on(whole)
 
-    Job(cluster, corpus, tmp_path / "whole").until("COMPLETED")
-    whole = steps(tmp_path / "whole")
-    assert steps(tmp_path / "stopped") == whole and len(whole) == ITERATIONS
+
+def test_a_job_that_loses_a_node_goes_on_from_the_checkpoint(cluster, corpus, whole, tmp_path):
+    """Slurm gives a node up that does not answer, and requeues the job; the node comes back."""
+    job, node = Job(cluster, corpus, tmp_path / "lost"), cluster.nodes[1]
+    job.until_it_trains(23)
+    cluster.cut_off(node)
+    job.until("PENDING")
+    cluster.boot(node)
+    job.goes_on(whole)
 
 
 def test_cancelled_it_saves_and_stays_away(cluster, corpus, tmp_path):
     job = Job(cluster, corpus, tmp_path / "cancelled")
-    job.until_it_trains()
+    job.until_it_trains(3)
     cluster.run("scancel", job.number)
     job.until("CANCELLED")
     until(lambda: STOPPED in said(job.log), job.log)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def until(condition: Callable[[], bool], log: Path, seconds: float = 180) -> None:
+def until(condition: Callable[[], bool], log: Path, seconds: float = 300) -> None:
     """Return when the condition holds; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
