@@ -18,7 +18,12 @@ from megatron_lowbit.arguments.precision import (
     check_layers,
     translate_precision,
 )
-from megatron_lowbit.arguments.values import check_folders, check_samples, check_values
+from megatron_lowbit.arguments.values import (
+    check_folders,
+    check_samples,
+    check_values,
+    check_warmup,
+)
 from megatron_lowbit.command_line import CommandLine, print_help
 from megatron_lowbit.errors import UserError, as_user_error, require, say
 
@@ -252,6 +257,7 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
     try:
         with command_line(tokens), translate_tokenizer_errors():
             args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
+        check_warmup(args)
         if not args.dry_run:
             check_samples(args)
         _check_vocabulary(args)

@@ -241,6 +241,23 @@ def check_samples(args: Namespace) -> None:
         _check_index(f"--eval-iters {args.eval_iters}", evaluated)
 
 
+def check_warmup(args: Namespace) -> None:
+    """Check that the warmup of the learning rate is shorter than its schedule.
+
+    Raises:
+        UserError: it is as long, or longer.
+    """
+    unit = "iters" if args.train_iters else "samples"
+    warmup, decay = (getattr(args, f"lr_{part}_{unit}") for part in ("warmup", "decay"))
+    flag, length = f"--lr-decay-{unit}", decay
+    if not decay:
+        flag, length = f"--train-{unit}", getattr(args, f"train_{unit}")
+    require(
+        not length or not warmup or warmup < length,
+        f"--lr-warmup-{unit} {warmup} must be less than {flag} {length}",
+    )
+
+
 def _check_index(argument: str, samples: int) -> None:
     needed = 12 * samples  # Two 32-bit numbers for a sample's position, one for its order.
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

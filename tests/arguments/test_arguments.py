@@ -254,6 +254,18 @@ def adapted(parser, line: str) -> tuple[CommandLine, list[str]]:
     return words, adapt_to_cpu(parser.parse_args(argv), words)
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("--lr-warmup-iters 2", "--lr-warmup-iters 2 must be less than --train-iters 2"),
+        ("--train-iters 9 --lr-decay-iters 4 --lr-warmup-iters 5",
+         "--lr-warmup-iters 5 must be less than --lr-decay-iters 4"),
+    ],
+)  # fmt: skip
+def test_a_warmup_must_end_before_the_schedule(line, error):
+    assert refusal(line) == error
+
+
 def test_tables_name_arguments_and_values_that_megatron_has(parser):
     for row in _UNSUPPORTED:
         choices = parser._option_string_actions[row.flag].choices
