@@ -65,9 +65,7 @@ def cases(tiny: bool = False) -> list[Case]:
         script = model.get("script", OURS)
         # A CPU needs other arguments, which only this project's scripts change.
         upstream = UPSTREAM if script == OURS and not tiny else script
-        precisions = DECLARED["precisions"]
-        if "script" not in model:
-            precisions = precisions | DECLARED["gpt_precisions"] | model.get("precisions", {})
+        precisions = DECLARED["precisions"] | model.get("precisions", {})
         common = f"{model['tiny' if tiny else 'arguments']} {DECLARED['arguments']}"
         common += DECLARED["all_blocks"]
         for graphs in (False, True) if "graphs" in model else (False,):

@@ -70,7 +70,7 @@ CHOICES = (BF16, NATIVE, f"{TENSORWISE}, own loss", MXFP8, MXFP8_OUTPUT)
 """Precisions of README's picture."""
 NOISE = 0.01
 """Differences of medians below this share are not told from noise."""
-ORDER = [*flagship.DECLARED["precisions"], *flagship.DECLARED["gpt_precisions"]]
+ORDER = list(flagship.DECLARED["precisions"])
 DATA = "--data-path data/linux --tokenizer-model data/linux-tokenizer"
 
 
