@@ -83,7 +83,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && python -m pip install --no-deps \
         transformer_engine==2.20.2 transformer_engine_cu13==2.20.2 liger-kernel==0.8.5 \
     && python -m pip install --no-deps --no-build-isolation \
-        transformer_engine_torch==2.20.2 causal-conv1d==1.6.1 mamba-ssm==2.3.1
+        transformer_engine_torch==2.20.2 causal-conv1d==1.7.0 mamba-ssm==2.3.1
 
 COPY . .
 RUN python -m pip install --no-cache-dir --no-deps . \

@@ -44,16 +44,18 @@ BF16, OWN_FP8, TENSORWISE = (
 )
 NATIVE = f"{TENSORWISE}, native fused loss"
 """Megatron-LM's tensorwise FP8 as fast as it is without this project."""
-SAME_LOSS = "× tensorwise, same loss"
+SAME_LOSS, BF16_SAME_LOSS = "× tensorwise, same loss", "× BF16, same loss"
 BASES = {
     "× BF16": BF16,
+    BF16_SAME_LOSS: BF16,
     "× blockwise": OWN_FP8,
     "× tensorwise, native fused loss": NATIVE,
     SAME_LOSS: TENSORWISE,
 }
 """Precisions that rows are compared with, by the headings of the ratios.
 
-They have the losses that their names say; under SAME_LOSS the loss is the row's own.
+They have the losses that their names say; under "same loss" the loss is the row's own. A model has
+one column of BF16: that of the same loss, if the default loss was not measured.
 """
 PICTURED, TIMES = "llama-8b", ("× BF16", "× tensorwise, native fused loss")
 """Model whose steps in graphs the pictures show, and the ratios at their bars."""
@@ -97,14 +99,20 @@ class Steps(NamedTuple):
         return [row for row in rows if failed in (None, "error" in row)]
 
     def bases(self, model: str) -> list[str]:
-        """Return the headings of BASES whose precision was measured in a model."""
-        done = {row["precision"] for row in self.of(model, failed=False)}
-        return [heading for heading, base in BASES.items() if base in done]
+        """Return the headings of BASES that have a ratio for a row of a model."""
+        rows = self.of(model, failed=False)
+        done = {row["precision"] for row in rows}
+        return [
+            heading
+            for heading, base in BASES.items()
+            if (base in done and heading != BF16_SAME_LOSS)
+            or (base not in done and any(self.ratio(row, heading) is not None for row in rows))
+        ]
 
     def ratio(self, row: dict, heading: str) -> float | None:
         """Return the speed of a row relative to a precision of BASES."""
         base = BASES[heading]
-        if heading == SAME_LOSS:
+        if heading.endswith("same loss"):
             _, comma, loss = row["precision"].partition(", ")
             base += comma + loss
         other = self.rows.get((row["model"], base, row["graphs"]), {})
@@ -127,7 +135,12 @@ class Steps(NamedTuple):
 
     def slower_than(self, heading: str) -> list[str]:
         """Name the rows of recipes that are slower, by more than noise, than one of BASES."""
-        recipes = [row for row in self.rows.values() if not is_own(row["precision"])]
+        models = [model for model in self.models if heading in self.bases(model)]
+        recipes = [
+            row
+            for row in self.rows.values()
+            if row["model"] in models and not is_own(row["precision"])
+        ]
         ratios = {row["case"]: self.ratio(row, heading) for row in recipes if "error" not in row}
         return [
             f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1 - NOISE
@@ -321,8 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = {"runs": runs, "seeds": len({run["seed"] for run in runs}), **provenance(runs)}
     longer = longer_runs(runs, gaps_by_name)
     words = caption(shown)
-    bases = {"bases": BASES, "same_loss": SAME_LOSS}
-    text = render("results", measured=found, longer=longer, **bases, **words, **about)
+    text = render("results", measured=found, longer=longer, bases=BASES, **words, **about)
     images = args.root / "docs" / "images"
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")

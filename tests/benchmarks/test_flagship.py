@@ -138,7 +138,7 @@ PARAMETERS = {
     "llama-8b": 10 * 218e6 + 1.05e9,
     "llama-8b-8k": 8 * 218e6 + 1.05e9,
     "llama-8b-20": 20 * 218e6 + 1.05e9,
-    **dict.fromkeys(("llama-8b-32", "llama-8b-4xh200", "llama-8b-4xh100"), 32 * 218e6 + 1.05e9),
+    **{f"llama-8b-{part}": 32 * 218e6 + 1.05e9 for part in ("32", "1xh200", "4xh200", "4xh100")},
     **dict.fromkeys(("qwen3-30b", "qwen3-30b-even", "qwen3-30b-even-4"), 4 * 623e6 + 622e6),
     "hybrid-8b": 5 * 110e6 + 5 * 176e6 + 38e6 + 1.07e9,
 }

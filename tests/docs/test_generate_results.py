@@ -93,9 +93,9 @@ def test_steps_are_compared_on_their_machine(place, study):
     h100, h200 = text.split("## Whole training steps on one ")[1:]
     assert h100.startswith("NVIDIA H100") and h200.startswith("NVIDIA H200")
     assert cells(h100, "fp8-tile") == [
-        "612 (583)", "1,200", "300", "30.4%", "61.2", "1.20", "1.50", "",
+        "612 (583)", "1,200", "300", "30.4%", "61.2", "1.20", "1.50", "", "",
     ]  # fmt: skip
-    assert cells(h100, results.BF16)[-3:] == ["1.00", "1.25", ""]
+    assert cells(h100, results.BF16)[-4:] == ["1.00", "1.25", "", ""]
     assert "slower than Megatron-LM FP8 blockwise: llama-8b quartet2 (0.88)." in h100
     assert "BF16: llama-8b nvfp4 (0.90), llama-8b quartet2 (0.70)." in h100
     assert "slower than Megatron-LM FP8 tensorwise" not in h100
@@ -108,8 +108,11 @@ def test_ratios_have_the_losses_that_they_name(place):
     rows = [row("llama-8b", name, True, speed) for name, speed in more.items()]
     (place / "flagship-h100-2.json").write_text(a_file("h100", rows))
     h100, h200 = page(place).split("## Whole training steps on one ")[1:]
-    headings = "| × BF16 | × blockwise | × tensorwise, native fused loss |"
-    assert f"{headings} × tensorwise, same loss |" in h100 and f"{headings}\n" in h200
+    headings = (
+        "| × BF16 | × blockwise | × tensorwise, native fused loss | × tensorwise, same loss |"
+    )
+    assert headings in h100 and headings in h200
+    assert cells(h200, "mxfp8, own loss, graphs")[-4:] == ["1.50", "", "1.20", "1.10"]
     # Blockwise FP8 was not measured in graphs.
     assert cells(h100, "mxfp8, own loss, graphs")[-4:] == ["1.50", "", "1.20", "1.10"]
     assert cells(h100, "mxfp8, graphs")[-4:] == ["1.55", "", "1.24", "1.36"]
@@ -119,6 +122,16 @@ def test_ratios_have_the_losses_that_they_name(place):
     graphs = [name.removesuffix(", graphs") for name in names if name.endswith(", graphs")]
     assert names == [f"{name}, graphs" for name in graphs] + list(SPEEDS)
     assert graphs == sorted(graphs, key=results.ORDER.index) and len(graphs) == 8
+
+
+def test_without_the_default_loss_rows_are_compared_with_bf16_of_the_same_loss(place):
+    speeds = {f"{results.BF16}, own loss": 1000, "mxfp8, own loss": 990, "nvfp4, own loss": 700}
+    rows = [row("llama-1b", name, speed=speed) for name, speed in speeds.items()]
+    (place / "flagship-h100-2.json").write_text(a_file("h100", rows))
+    part = page(place).split("### The 1B: NVIDIA H100")[1].split("###")[0]
+    assert "| GiB | × BF16, same loss |\n" in part
+    assert cells(part, "nvfp4, own loss")[-1] == "0.70"
+    assert "BF16 with the same loss: llama-1b nvfp4, own loss (0.70)." in page(place)
 
 
 def test_captions_have_a_figure_for_each_gpu(place):
