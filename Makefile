@@ -1,6 +1,5 @@
 # make pretrain   a small NVFP4 run from nothing: environment, data, training
-# make parity     layouts x recipes against one process, into docs/parallelism.md
-# make performance-page   what benchmarks measured on a GPU, into docs/performance.md
+# make parity     layouts x recipes against one process, into docs/distributed.md
 # make test       the test suite; make test-all   with what takes longest, and with new examples of
 #                 the tests by Hypothesis, which marks its tests itself
 PYTHON ?= python3
@@ -13,7 +12,7 @@ SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packa
 # Without it each process of the tests compiles the package's source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: pretrain parity performance-page test test-all
+.PHONY: pretrain parity test test-all
 pretrain: .venv/installed data/stdlib.idx
 	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \
 	    --data-path data/stdlib --tokenizer-model data/tokenizer \
@@ -23,9 +22,6 @@ parity: .venv/installed data/stdlib.idx
 	$(BIN)/python -m benchmarks parity --data-path data/stdlib --tokenizer-model data/tokenizer \
 	    --output benchmarks/results/parity.json
 	$(BIN)/python docs/generate/parallelism.py
-
-performance-page: .venv/installed
-	$(BIN)/python docs/generate/performance.py
 
 # In the order of their folders, which ends with short files; by default the longest come last. Three
 # processes for two cores: tests of several processes wait for each other.

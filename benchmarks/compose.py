@@ -14,7 +14,7 @@ weights and data, for the bounds.
 
 On a machine without GPUs local layers are examined, with FP32 compute and gloo, and pairs that need
 a GPU are said to need one. On GPUs the model has BF16 weights. Cells that ``--output`` holds are
-not run again. ``docs/generate/composition.py`` makes docs/composition.md of the files.
+not run again. ``docs/generate/composition.py`` makes docs/research/composition.md of the files.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python examples/fine_tune_and_serve.py FOLDER
     python examples/fine_tune_and_serve.py FOLDER --recipe qat-mxfp4
 
-The commands are those of docs/fine-tuning.md, with a random model, a page of text and small sizes:
-about a minute on a CPU. Then the logits of transformers and of llama.cpp are compared with the
+The commands of docs/finetune-and-serve.md run with a random model, a page of text and small sizes,
+in about a minute on a CPU. Then the logits of transformers and of llama.cpp are compared with the
 trainer's. It needs llama.cpp: pip install 'megatron-lowbit[serve]'
 """
 
@@ -58,7 +58,7 @@ print(server.listening_address, flush=True)
 sys.stdin.read()
 os._exit(0)
 """
-TEXT = Path(__file__).parents[1] / "docs" / "recipe-files.md"
+TEXT = Path(__file__).parents[1] / "docs" / "write-a-recipe.md"
 PROMPT = "A recipe is a file that says how each operand is quantized."
 VOCABULARY = 384
 TRANSFORMERS_BOUND, LLAMA_CPP_BOUND = 1 / 64, 1 / 32

@@ -209,8 +209,8 @@ def test_completion_of_fish(name, command, tmp_path):
 
 @pytest.mark.slow
 def test_installation_without_cuda(built, tmp_path):
-    """The commands of docs/start.md, on an index in which torch is a package without content."""
-    page = (ROOT / "docs" / "start.md").read_text()
+    """The commands of docs/quickstart.md, on an index in which torch is an empty package."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
     first, second = re.findall(r"^pip (install .*?)(?:  .*)?$", page, re.MULTILINE)[:2]
     source = "https://download.pytorch.org/whl/cpu"
     assert source in first and second == "install ."

@@ -1,4 +1,4 @@
-"""Write docs/composition.md from what compose.py found.
+"""Write docs/research/composition.md from what compose.py found.
 
 python docs/generate/composition.py
 """
@@ -17,7 +17,7 @@ from render import RESULTS, ROOT, parser, render
 from benchmarks.compose_features import FEATURES, LAYERS, PAIRS, RECIPES, Run
 from benchmarks.records import short
 
-PAGE = ROOT / "docs" / "composition.md"
+PAGE = ROOT / "docs" / "research" / "composition.md"
 COLUMNS = [(layers, recipe) for layers in LAYERS for recipe in RECIPES]
 BOUNDED = [(gpu, recipe) for gpu in (False, True) for recipe in RECIPES]
 """Columns of the table of bounds."""

@@ -1,4 +1,4 @@
-"""Store the runs of studies, and write their tables and pictures into docs/evidence.md.
+"""Store the runs of studies, and write their tables and pictures into docs/research/evidence.md.
 
     lowbit-study run examples/studies/nvfp4.yaml --output runs/nvfp4 --gpus 0 1 2 3 -- ...
     python docs/generate/evidence.py runs/nvfp4
@@ -26,7 +26,7 @@ from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Study, jobs_of, read_study
 
 STUDIES_FILE = RESULTS / "studies.json"
-PAGE = ROOT / "docs" / "evidence.md"
+PAGE = ROOT / "docs" / "research" / "evidence.md"
 STUDIES = ROOT / "examples" / "studies"
 
 
@@ -124,9 +124,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in kept:
         contenders = contenders_of(name, studies, kept)
         rows = compare(contenders)
-        file = f"images/evidence_{name}.png"
-        (PAGE.parent / file).write_bytes(picture(contenders))
-        image = f"![gaps of the study {name}]({file})"
+        file = f"evidence_{name}.png"
+        (PAGE.parents[1] / "images" / file).write_bytes(picture(contenders))
+        image = f"![gaps of the study {name}](../images/{file})"
         sections[name] = f"{table(rows, contenders)}\n\n{image}"
     replace_sections(PAGE, sections)
 

@@ -1,4 +1,4 @@
-"""Keep what quantization-aware training gained, and write its table into docs/fine-tuning.md.
+"""Store the benefit of quantization-aware training, and write it into docs/finetune-and-serve.md.
 
     lowbit-study run examples/studies/qat.yaml --output runs/qat --gpus 0 1 -- ...
     python docs/generate/fine_tuning.py runs/qat
@@ -17,7 +17,7 @@ from evidence import collect
 from render import RESULTS, ROOT, parser, render, replace_sections
 
 KEPT = RESULTS / "studies-qat.json"
-PAGE = ROOT / "docs" / "fine-tuning.md"
+PAGE = ROOT / "docs" / "finetune-and-serve.md"
 FORMATS = {"NVFP4": "qat-nvfp4-activations", "MXFP4": "qat-mxfp4-activations"}
 BASELINE, AFTER, DURING = "BF16", "after training", "in training"
 

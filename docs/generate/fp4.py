@@ -1,4 +1,4 @@
-"""Compute the tables of docs/fp4.md: the error of FP4 methods on Gaussian and on a model's tensors.
+"""Compute the tables of docs/research/fp4.md: errors of FP4 methods on Gaussian and model tensors.
 
     python docs/generate/fp4.py
 
@@ -140,7 +140,7 @@ def ratios(tensors: dict[str, Tensor], methods: Sequence[Method]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the tables into a page."""
-    page = parser(__doc__, page=ROOT / "docs" / "fp4.md").parse_args(argv).page
+    page = parser(__doc__, page=ROOT / "docs" / "research" / "fp4.md").parse_args(argv).page
     x, model = normal(0, ROWS, COLUMNS), trained_tensors()
     forward = {"N(0, 1)": x, "input": model["input"], "weight": model["weight"]}
     backward = {

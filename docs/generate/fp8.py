@@ -1,4 +1,4 @@
-"""Compute the tables of docs/fp8.md: FP8 error by tile size, by outliers, and by accumulator.
+"""Compute the tables of docs/research/fp8.md: error by tile size, outliers and accumulator.
 
     python docs/generate/fp8.py
 
@@ -197,7 +197,9 @@ def _percent(share: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page."""
-    document = parser(__doc__, document=ROOT / "docs" / "fp8.md").parse_args(argv).document
+    document = (
+        parser(__doc__, document=ROOT / "docs" / "research" / "fp8.md").parse_args(argv).document
+    )
     sections = {"factors": by_factor(), "places": by_place(), "accumulators": by_accumulator()}
     replace_sections(document, sections)
 

@@ -1,4 +1,4 @@
-"""Store the runs of the leaderboard's study, and write docs/leaderboard.md from them.
+"""Store the runs of the leaderboard's study, and write docs/research/leaderboard.md from them.
 
     lowbit-study run examples/studies/leaderboard.yaml --output runs/leaderboard --gpus 0 -- ...
     python docs/generate/leaderboard.py runs/leaderboard
@@ -25,7 +25,7 @@ from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
 KEPT = RESULTS / "leaderboard.json"
 SPEEDS = RESULTS / "model-fp4-h200.json"
-PAGE = ROOT / "docs" / "leaderboard.md"
+PAGE = ROOT / "docs" / "research" / "leaderboard.md"
 SHARE = 1 / 10
 LATE, LAST_PART = "-late-bf16", " fprop=null"
 """Ending of the names of recipes that switch their forward pass, and of the contenders that are
@@ -230,7 +230,7 @@ def _source(words: Sequence[str]) -> str:
     pages = [page for page in (ROOT / "docs" / "recipes").glob("*.md")
              if name == page.stem or name.startswith(f"{page.stem}-")]  # fmt: skip
     page = max(pages, key=lambda page: len(page.stem), default=None)
-    return f"`{Path(name).name}`" if page is None else f"[{name}](recipes/{page.name})"
+    return f"`{Path(name).name}`" if page is None else f"[{name}](../recipes/{page.name})"
 
 
 def _speed(words: Sequence[str], speeds: dict[str, float]) -> str:
@@ -253,13 +253,13 @@ def read_speeds(file: Path) -> tuple[dict[str, float], str]:
     return speeds | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
 
 
-def provenance(runs: Sequence[dict]) -> dict[str, str]:
-    """Return the model, tokens and machines of runs, as pages name them."""
+def provenance(runs: Sequence[dict], root: str = "..") -> dict[str, str]:
+    """Return the model, tokens and machines of runs; ``root`` leads from the page to the model."""
     if not runs:
         return {}
     file = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
     return {
-        "model": "the arguments of each run" if file is None else f"[{file}](../{file})",
+        "model": "the arguments of each run" if file is None else f"[{file}]({root}/{file})",
         "tokens": f"{runs[0]['tokens'] / 1e6:.3g}M",
         "machines": "; ".join(
             sorted({", ".join(map(str, run["machine"].values())) for run in runs})
@@ -274,7 +274,8 @@ def page(runs: Sequence[dict], speeds_file: Path) -> str:
     baseline, visible, lines = rows(runs, speeds)
     return render(
         "leaderboard", seeds=len({run["seed"] for run in runs}), baseline=baseline, lines=lines,
-        visible=visible, cut=cut_rows(cut), speeds=speeds_file.name, gpu=gpu, **provenance(runs),
+        visible=visible, cut=cut_rows(cut), speeds=speeds_file.name, gpu=gpu,
+        **provenance(runs, "../.."),
     )  # fmt: skip
 
 

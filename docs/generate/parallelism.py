@@ -1,4 +1,4 @@
-"""Write what parity.py measured on a CPU into docs/parallelism.md.
+"""Write what parity.py measured on a CPU into docs/distributed.md.
 
 python docs/generate/parallelism.py
 """
@@ -13,7 +13,7 @@ from benchmarks import parity, records
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page."""
-    document = parser(__doc__, document=ROOT / "docs" / "parallelism.md").parse_args(argv).document
+    document = parser(__doc__, document=ROOT / "docs" / "distributed.md").parse_args(argv).document
     cells = records.read(RESULTS / "parity.json", "cells")
     replace_sections(document, {"parity": parity.table(cells, parity.LAYOUTS)})
 

@@ -4,7 +4,6 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,33 +13,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # generators import what ben
 
 # isort: split
 from benchmarks.records import RESULTS as RESULTS
-from benchmarks.records import ROOT, value_at
+from benchmarks.records import ROOT
 from benchmarks.records import markdown as table
 from benchmarks.records import parser as parser
-
-
-def cells(rows: Iterable[Mapping], *paths: str) -> list[list[object]]:
-    """Return values of rows that were measured by dotted paths of keys; times with their spread.
-
-    The empty path is the row itself.
-    """
-    values = [[value_at(row, path) for path in paths] for row in rows if "refused" not in row]
-    return [
-        [f"{x['median_ms']:.3f} ± {x['iqr_ms']:.3f}" if isinstance(x, Mapping) else x for x in line]
-        for line in values
-    ]
-
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(ROOT / "docs" / "templates"), undefined=StrictUndefined,
     keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
-_TEMPLATES.globals |= {"table": table, "cells": cells}
+_TEMPLATES.globals |= {"table": table}
 _TEMPLATES.filters |= {"shell": shlex.join, "shorten": partial(textwrap.shorten, width=100)}
 
 
 def render(template: str, **values: object) -> str:
-    """Return the text of a template of docs/templates, which can call ``table`` and ``cells``."""
+    """Return the text of a template of docs/templates."""
     return _TEMPLATES.get_template(f"{template}.md.jinja").render(values)
 
 

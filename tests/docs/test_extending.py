@@ -1,4 +1,4 @@
-"""The example of docs/extending.md, taken from the page and run in a folder of its own."""
+"""The example of docs/research/extending.md, taken from the page and run in a folder of its own."""
 
 import math
 import re
@@ -21,7 +21,7 @@ DRAWS = 4096
 
 
 class Page(NamedTuple):
-    """The code blocks of docs/extending.md."""
+    """The code blocks of docs/research/extending.md."""
 
     module: str
     recipe: str
@@ -32,7 +32,7 @@ class Page(NamedTuple):
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "research" / "extending.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^ *```(\w+)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     assert [language for language, _ in blocks] == ["python", "yaml", "sh", "python", "toml"]
     module, recipe, command, usage, project = (code for _, code in blocks)

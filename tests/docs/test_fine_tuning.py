@@ -1,4 +1,4 @@
-"""The commands of docs/fine-tuning.md, as examples/fine_tune_and_serve.py runs them."""
+"""The commands of docs/finetune-and-serve.md, as examples/fine_tune_and_serve.py runs them."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def test_the_example_runs_the_page_s_commands():
-    page = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "finetune-and-serve.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     example = runpy.run_path(str(SCRIPT))
     expected = commands(block)

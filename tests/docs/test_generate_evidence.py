@@ -1,4 +1,4 @@
-"""The tables of studies on docs/evidence.md."""
+"""The tables of studies on docs/research/evidence.md."""
 
 import math
 

@@ -8,7 +8,7 @@ from render import table
 
 from megatron_lowbit.numerics import FORMATS
 
-PAGE = Path(__file__).parents[2] / "docs" / "fp4.md"
+PAGE = Path(__file__).parents[2] / "docs" / "research" / "fp4.md"
 METHODS = {one.name: one for one in (*fp4_page.NEAREST, *fp4_page.STOCHASTIC)}
 
 

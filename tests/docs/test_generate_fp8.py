@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_lowbit.numerics import FORMATS
 
-PAGE = Path(__file__).parents[2] / "docs" / "fp8.md"
+PAGE = Path(__file__).parents[2] / "docs" / "research" / "fp8.md"
 
 
 @pytest.mark.slow

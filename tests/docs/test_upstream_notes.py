@@ -1,4 +1,4 @@
-"""The bugs in docs/upstream-notes.md are in the installed Megatron-LM.
+"""The bugs in docs/research/upstream-notes.md are in the installed Megatron-LM.
 
 A new version of it that lacks one, or moves a line that the page names, fails here.
 """
@@ -39,7 +39,9 @@ from megatron.training import argument_utils, checkpointing, initialize
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.training import get_train_valid_test_num_samples
 
-PAGE = (Path(__file__).parents[2] / "docs" / "upstream-notes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "research" / "upstream-notes.md").read_text(
+    encoding="utf-8"
+)
 MEGATRON = Path(megatron.core.__file__).parents[1]
 CITED = {
     "distrib_optimizer.py:961": "param_groups_map = {}",

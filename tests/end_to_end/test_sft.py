@@ -1,4 +1,4 @@
-"""Training on conversations: the command of docs/fine-tuning.md, on a tiny Llama."""
+"""Training on conversations: the command of docs/finetune-and-serve.md, on a tiny Llama."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def write_chats(path: Path, chats: list) -> None:
 def train(folder, capsys, monkeypatch):
     """Function that runs the page's command with other sizes, and with further arguments."""
     monkeypatch.chdir(folder)
-    text = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "finetune-and-serve.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^    lowbit-pretrain .*--sft(?:.*\\\n)+.*$", text, re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))[1:]
     for option, value in SIZES.items():

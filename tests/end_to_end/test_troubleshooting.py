@@ -1,4 +1,4 @@
-"""Commands of docs/troubleshooting.md and the errors that the page shows."""
+"""Commands of docs/debug.md and the errors that the page shows."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from tiny_run import ROOT
 
 from megatron_lowbit.commands import pretrain
 
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "debug.md").read_text(encoding="utf-8")
 RUN = re.search(r"^    python (pretrain_gpt.py .*)$", PAGE, re.MULTILINE)[1]
 SHOWN = re.findall(r"^\$ RUN (.*)\n(error: .*)$", PAGE, re.MULTILINE)
 

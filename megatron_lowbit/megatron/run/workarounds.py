@@ -1,6 +1,7 @@
-"""Workarounds for gaps and bugs of Megatron-LM 0.19.2 as packaged on PyPI (docs/upstream-notes.md).
+"""Workarounds for gaps and bugs of Megatron-LM 0.19.2 as packaged on PyPI.
 
-What no workaround helps is refused in ``compatibility.py``.
+docs/research/upstream-notes.md describes them. What no workaround helps is refused in
+``compatibility.py``.
 """
 
 import sys
