@@ -1,5 +1,6 @@
 # make pretrain   a small NVFP4 run from nothing: environment, data, training
 # make parity     layouts x recipes against one process, into docs/distributed.md
+# make docs       the site of docs/, into site/; a dead link is an error
 # make test       the test suite; make test-all   with what takes longest, and with new examples of
 #                 the tests by Hypothesis, which marks its tests itself
 PYTHON ?= python3
@@ -12,7 +13,7 @@ SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packa
 # Without it each process of the tests compiles the package's source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: pretrain parity test test-all
+.PHONY: pretrain parity docs test test-all
 pretrain: .venv/installed data/stdlib.idx
 	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \
 	    --data-path data/stdlib --tokenizer-model data/tokenizer \
@@ -22,6 +23,9 @@ parity: .venv/installed data/stdlib.idx
 	$(BIN)/python -m benchmarks parity --data-path data/stdlib --tokenizer-model data/tokenizer \
 	    --output benchmarks/results/parity.json
 	$(BIN)/python docs/generate/parallelism.py
+
+docs: .venv/docs-installed
+	$(BIN)/mkdocs build --strict
 
 # In the order of their folders, which ends with short files; by default the longest come last. Three
 # processes for two cores: tests of several processes wait for each other.
@@ -52,4 +56,8 @@ data/stdlib.idx: .venv/installed
 	    $(BIN)/pip install --no-deps --ignore-requires-python --no-binary megatron-core \
 	        --constraint constraints.txt megatron-core; fi
 	$(BIN)/pip install --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/pip install --constraint constraints.txt --editable '.[docs]'
 	touch $@

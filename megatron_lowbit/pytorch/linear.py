@@ -27,7 +27,7 @@ class LowbitLinear(nn.Linear):
     ``torch.distributed`` draw different bits from equal states of their generators.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of ``nn.Linear``.
+        in_features: as of ``nn.Linear``, like ``out_features``, ``bias``, ``device``, ``dtype``.
         precision: of the three GEMMs; or a recipe or its name, as for ``load_precision``.
         eval_precision: precision in evaluation mode (``module.eval()``).
 
