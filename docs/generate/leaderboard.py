@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from render import RESULTS, ROOT, parser, render
+from render import RESULTS, ROOT, parser, recipe_section, render
 
 from megatron_lowbit.analysis.comparison import final_loss, gaps, visible_gap
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
@@ -227,10 +227,8 @@ def _bits(recipe: Recipe) -> float:
 def _source(words: Sequence[str]) -> str:
     """Return a link to the page of a shipped recipe; a file's name for any other."""
     name = words[1]
-    pages = [page for page in (ROOT / "docs" / "recipes").glob("*.md")
-             if name == page.stem or name.startswith(f"{page.stem}-")]  # fmt: skip
-    page = max(pages, key=lambda page: len(page.stem), default=None)
-    return f"`{Path(name).name}`" if page is None else f"[{name}](../recipes/{page.name})"
+    section = recipe_section(name)
+    return f"`{Path(name).name}`" if section is None else f"[{name}](../recipes/{section})"
 
 
 def _speed(words: Sequence[str], speeds: dict[str, float]) -> str:

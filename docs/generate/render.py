@@ -25,6 +25,14 @@ _TEMPLATES.globals |= {"table": table}
 _TEMPLATES.filters |= {"shell": shlex.join, "shorten": partial(textwrap.shorten, width=100)}
 
 
+def recipe_section(name: str) -> str | None:
+    """Return the page and section of a recipe, relative to docs/recipes; None without one."""
+    for page in sorted((ROOT / "docs" / "recipes").glob("*.md")):
+        if re.search(rf"^##+ `{re.escape(name)}`$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            return f"{page.name}#{name}"
+    return None
+
+
 def render(template: str, **values: object) -> str:
     """Return the text of a template of docs/templates."""
     return _TEMPLATES.get_template(f"{template}.md.jinja").render(values)

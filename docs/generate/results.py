@@ -28,7 +28,7 @@ from leaderboard import (
     shown_gap,
     split,
 )  # fmt: skip
-from render import RESULTS, ROOT, parser, render, replace_sections
+from render import RESULTS, ROOT, parser, recipe_section, render, replace_sections
 from results_pictures import Bars, draw_curves, draw_steps, is_own
 
 from megatron_lowbit.analysis.loss_curve import LossCurve
@@ -310,7 +310,7 @@ def recommended(shown: Sequence[Steps], board: Sequence[dict]) -> list[list[str]
         ]
         recipe, _, change = name.partition(" ")
         gap = shown_gap(*gaps_by_name[name]) if name in gaps_by_name else "not measured"
-        link = f"[`{recipe}`](docs/recipes/{recipe}.md) {change}".rstrip()
+        link = f"[`{recipe}`](docs/recipes/{recipe_section(recipe)}) {change}".rstrip()
         lines.append([link, use, *ratios, gap])
     return lines
 

@@ -19,7 +19,7 @@ def test_variants_lack_what_they_say(name):
 
 
 def test_overheads_are_shares_of_the_time_without(monkeypatch):
-    """Overheads of measured times, and of those counted in docs/recipes/mxfp4-backward.md."""
+    """Overheads of measured times, and of those counted in docs/recipes/mxfp4.md."""
     times = {"BF16": 20.0, "RHT and SR": 11.0, "SR": 10.0, "RHT": 8.0, "neither": 7.0}
     rows = [{"contender": name, "backward": {"median_ms": ms}} for name, ms in times.items()]
     monkeypatch.setattr(linear, "run", lambda *_: rows)

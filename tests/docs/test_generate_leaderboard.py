@@ -67,7 +67,7 @@ def test_the_table(write, tmp_path):
     ratios = {"nvfp4": (0.02, 0.01), "mine": (0.01, 0.005)}
     variances = [statistics.variance(own) for own in ratios.values()]
     error = 100 * math.sqrt(statistics.fmean(variances) / 2)
-    assert base[:6] == ["bf16", "[bf16](../recipes/bf16.md)", "2", "2.1000", "", ""]
+    assert base[:6] == ["bf16", "[bf16](../recipes/README.md#bf16)", "2", "2.1000", "", ""]
     assert nvfp4[0] == "nvfp4" and nvfp4[4] == f"+1.50% ± {error:.2f}"
     assert mine[0] == "mine" and mine[4] == f"+0.75% ± {error:.2f}"
     rows = json.loads((ROOT / "benchmarks/results/model-fp4-h200.json").read_text())["rows"]
@@ -215,7 +215,7 @@ def test_a_recipe_of_ones_own_in_three_commands(tmp_path, monkeypatch, capsys):
     assert write[:2] == ["python", "docs/generate/leaderboard.py"]
     rows = built(tmp_path, Path(write[2]))
     assert {row[0]: row[1] for row in rows} == {
-        "bf16": "[bf16](../recipes/bf16.md)", "mine": "`mine.yaml`",
+        "bf16": "[bf16](../recipes/README.md#bf16)", "mine": "`mine.yaml`",
     }  # fmt: skip
 
 
