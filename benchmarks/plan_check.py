@@ -8,7 +8,7 @@ different GPUs; those that need more GPUs than there are wait for another host. 
 (--mock-data). Other arguments go to the training script. The file is written after every case;
 cases that it, or another plan_check-*.json of the same Megatron-LM in its folder, holds already are
 not repeated. Without a GPU tiny twins of the models run on the CPU, to try the script out. The
-second command writes what was measured into docs/planning.md.
+second command writes what was measured into docs/research/plans.md.
 """
 
 from collections.abc import Sequence

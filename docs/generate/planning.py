@@ -1,4 +1,4 @@
-"""Compare the planner's figures with all that was measured so far, in docs/planning.md.
+"""Write plans of known models into docs/planning.md, and their comparisons into research/plans.md.
 
     python docs/generate/planning.py
 
@@ -201,9 +201,9 @@ def published() -> str:
     return table(headings, lines)
 
 
-def write_page(document: Path, results: Path) -> None:
-    """Write the page's sections between their markers."""
-    sections = {preset: calculated(preset) for preset in CLUSTERS} | {
+def write_comparisons(document: Path, results: Path) -> None:
+    """Write the comparisons with measured and published figures between their markers."""
+    sections = {
         "published": published(),
         "short-steps": short_steps(results),
         "long-steps": long_steps(results),
@@ -214,10 +214,15 @@ def write_page(document: Path, results: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page."""
-    made = parser(__doc__, document=ROOT / "docs" / "planning.md", results=RESULTS)
+    """Write both pages."""
+    docs = ROOT / "docs"
+    made = parser(
+        __doc__, document=docs / "planning.md", comparisons=docs / "research" / "plans.md",
+        results=RESULTS,
+    )  # fmt: skip
     args = made.parse_args(argv)
-    write_page(args.document, args.results)
+    replace_sections(args.document, {preset: calculated(preset) for preset in CLUSTERS})
+    write_comparisons(args.comparisons, args.results)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ def test_cases_run_and_are_not_repeated(monkeypatch, tmp_path):
 
 
 def test_the_page_is_renewed_only_between_its_markers(monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "CLUSTERS", {})
     for name in ("published", "short_steps", "long_steps"):
         monkeypatch.setattr(page, name, lambda *_: "")
     begin, end = "<!-- measured: by hand -->", "<!-- /measured -->"
@@ -75,7 +74,7 @@ def test_the_page_is_renewed_only_between_its_markers(monkeypatch, tmp_path):
     old = data | {"machine": machine | {"gpu": "an old GPU", "megatron_core": "0.16.1"}}
     (tmp_path / "plan_check-old.json").write_text(json.dumps(old))
     (tmp_path / "plan_check-x.json").write_text(json.dumps(data))
-    page.write_page(document, tmp_path)
+    page.write_comparisons(document, tmp_path)
     text = document.read_text()
     assert text.startswith("before\n") and "\nafter\n" in text and "old" not in text
     assert "an old GPU" not in text
