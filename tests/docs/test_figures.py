@@ -1,0 +1,70 @@
+"""Figures of recipes on the pages that recommend them equal the generated pages."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from pages import ROOT
+
+DOCS = ROOT / "docs"
+NOT_MEASURED = "not measured"
+STEPS = r"### Llama-3-8B: 10 of 32 layers, its vocabulary: NVIDIA {}\b.*?\n\n(\|.*?)\n\n"
+
+
+def rows(text: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of all tables of a text by their headings."""
+    for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        head, _, *lines = (
+            [cell.strip() for cell in x.split("|")[1:-1]] for x in table.splitlines()
+        )
+        yield from (dict(zip(head, line, strict=True)) for line in lines)
+
+
+def steps(gpu: str) -> dict[str, str]:
+    """Return speeds relative to Megatron-LM BF16 of whole steps in CUDA graphs."""
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    (table,) = re.findall(STEPS.format(gpu), text, re.DOTALL)
+    return {row[""]: row["× BF16"] for row in rows(table)}
+
+
+H100, H200 = steps("H100"), steps("H200")
+GAPS = {row[""]: row["gap"] for row in rows((DOCS / "research" / "leaderboard.md").read_text())
+        if "gap" in row}  # fmt: skip
+
+
+def speed(measured: dict[str, str], recipe: str) -> str:
+    kinds = (f"{recipe}, own loss, graphs", f"{recipe}, graphs")
+    return next((measured[kind] for kind in kinds if kind in measured), NOT_MEASURED)
+
+
+def both(recipe: str) -> str:
+    found = [speed(H100, recipe), speed(H200, recipe)]
+    return NOT_MEASURED if set(found) == {NOT_MEASURED} else " / ".join(found)
+
+
+EXPECTED = {
+    "H100": lambda recipe: speed(H100, recipe),
+    "H200": lambda recipe: speed(H200, recipe),
+    "step, H100 / H200": both,
+    "× BF16, H100 / H200": both,
+    "loss gap": lambda recipe: GAPS.get(recipe, NOT_MEASURED),
+    "loss gap of a 60M model": lambda recipe: GAPS.get(recipe, NOT_MEASURED),
+}
+# H100 and H200 of mxfp4.md are speeds of a model without an optimizer.
+PAGES = {
+    "choose-a-recipe.md": set(), "recipes/fp8.md": set(), "recipes/mxfp8.md": set(),
+    "recipes/mxfp4.md": {"H100", "H200"}, "recipes/nvfp4.md": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures(page: str):
+    checked = 0
+    for row in rows((DOCS / page).read_text(encoding="utf-8")):
+        name, *_ = row.values()
+        recipe = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", name).replace("`", "")
+        recipe = recipe.removesuffix(", for comparison")
+        for heading in (EXPECTED.keys() - PAGES[page]) & row.keys():
+            assert row[heading] == EXPECTED[heading](recipe), f"{recipe}: {heading}"
+            checked += 1
+    assert checked >= 3
