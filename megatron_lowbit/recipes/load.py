@@ -256,10 +256,11 @@ def _copy_output_config(raw: dict[str, Any]) -> bool:
     name = raw.get("output_layer")
     if not isinstance(name, str) or name in raw["configs"] or name not in _single_configs():
         return False
-    raw["configs"][name] = _single_configs()[name]
+    raw["configs"][name] = deepcopy(_single_configs()[name])
     return True
 
 
+@cache
 def _single_configs() -> dict[str, Any]:
     """Return the raw config of each shipped recipe that has one precision, by the recipe's name."""
     raws = {name: _read(name)[0] for name in shipped_recipes()}
@@ -297,10 +298,11 @@ def _read(name_or_path: str) -> tuple[Any, str]:
         entry = shipped[name_or_path]
     text = read_text(entry, f"recipe file {name_or_path}")
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
-        raw = deepcopy(_parsed(text))
-    if _holds_recipes(raw):
-        name = name_or_path if name_or_path in raw else next(iter(raw))
-        return {"name": name} | raw[name], f"{name}.yaml"
+        content = _parsed(text)
+    if _holds_recipes(content):
+        name = name_or_path if name_or_path in content else next(iter(content))
+        return {"name": name} | deepcopy(content[name]), f"{name}.yaml"
+    raw = deepcopy(content)
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):
         # Files of formats lie next to the recipe, wherever the run starts.
         folder = entry.parent.absolute()

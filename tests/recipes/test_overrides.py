@@ -2,6 +2,7 @@
 
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import yaml
@@ -51,6 +52,7 @@ def test_which_recipes_tie_gemms_together():
     assert {name for name in tied if not name.startswith("qat-")} == set(TIED)
 
 
+@cache
 def low(name, *overrides) -> LinearPrecision:
     """Return the one config of a shipped recipe that quantizes."""
     configs = load_recipe(name, overrides).configs.values()
