@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_lowbit.errors import requiring
+from megatron_lowbit.errors import UserError, requiring
 from megatron_lowbit.json_files import MAX_DEPTH, is_inside
 
 _MOST_VALUES = 1_000_000
@@ -73,16 +73,17 @@ _PARAM_GROUP: _Rules = (
 
 def _check_values(values: Mapping[str, Any], rules: _Rules, source: str) -> None:
     """Raise UserError for a value that breaks the rule of its name; missing ones pass."""
-    check = requiring(source)
     for names, is_valid, wanted in rules:
         for name in filter(values.__contains__, names.split()):
-            check(is_valid(values[name]), f"{name} {_show(values[name])}: must be {wanted}")
+            if not is_valid(values[name]):
+                raise UserError(f"{source}: {name} {_show(values[name])}: must be {wanted}")
 
 
 def check_metadata(metadata: Any, source: str) -> None:
     """Raise UserError where torch's ``.metadata`` does not describe tensors in files of its folder.
 
-    ``source`` is the file, for errors.
+    ``source`` is the file, for errors. Values are shown only in an error, not formatted for each of
+    the many entries.
     """
     check = requiring(source)
     is_metadata = isinstance(metadata, Metadata)
@@ -95,13 +96,15 @@ def check_metadata(metadata: Any, source: str) -> None:
         check(inside, f"{_show(name)}: not the name of a file in this folder")
     for index, stored in locations.items():
         named = isinstance(index, MetadataIndex) and index.fqn in entries
-        check(named, f"storage_data: {_show(index)}: no entry of this name")
+        if not named:
+            raise UserError(f"{source}: storage_data: {_show(index)}: no entry of this name")
         is_location = isinstance(stored, _StorageInfo)
         check(is_location, f"{index.fqn}: {type(stored).__name__} instead of a place")
         span = {"offset": stored.offset, "length": stored.length}
         _check_values(span, _SPAN, f"{source}: {index.fqn}")
     for key, entry in entries.items():
-        check(isinstance(key, str), f"key {_show(key)}: must be a string")
+        if not isinstance(key, str):
+            raise UserError(f"{source}: key {_show(key)}: must be a string")
         if isinstance(entry, TensorStorageMetadata):
             _check_tensor(key, entry, locations, f"{source}: {key}")
         else:
@@ -122,15 +125,18 @@ def _check_tensor(
         check(is_chunk, f"{type(chunk).__name__} in its chunks")
         pairs = list(zip(chunk.offsets, chunk.sizes, size, strict=True))
         inside = all(_is_count(o) and _is_count(s) and o + s <= n for o, s, n in pairs)
-        check(inside, f"chunk {_show(chunk)}: outside of a tensor {list(size)}")
+        if not inside:
+            raise UserError(f"{source}: chunk {_show(chunk)}: outside of a tensor {list(size)}")
         numbers = math.prod(chunk.sizes)
         stored = locations.get(MetadataIndex(key, chunk.offsets))
-        check(stored is not None or not numbers, f"chunk {_show(chunk)}: has no place")
+        if stored is None and numbers:
+            raise UserError(f"{source}: chunk {_show(chunk)}: has no place")
         # Compressed chunks may be shorter.
         if stored is not None and not stored.transform_descriptors:
             least = numbers * dtype.itemsize
-            enough = stored.length >= least
-            check(enough, f"chunk {_show(chunk)}: {stored.length} bytes, not {least}")
+            if stored.length < least:
+                shown = f"chunk {_show(chunk)}: {stored.length} bytes, not {least}"
+                raise UserError(f"{source}: {shown}")
 
 
 def check_common_state(state: Any, source: str) -> None:
