@@ -3,8 +3,9 @@
 It replaces the language's functions once a launch. Triton does it again in every call of a device
 function, without an effect: the launch has replaced them already. That takes two fifths of the time
 of a launch. Of the rest, half goes into types, which are therefore made once, and into a test of
-integers for overflow, which reports nothing outside of debugging. Loops may end at a tensor, BF16
-is multiplied, and multiply-adds are fused.
+integers for overflow, which reports nothing outside of debugging. Operands of one shape or type are
+not compared size by size. Loops may end at a tensor, BF16 is multiplied, and multiply-adds are
+fused.
 """
 
 import inspect
@@ -15,6 +16,7 @@ from functools import cache, cached_property
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from megatron_lowbit.numerics.block_formats.ms_eden import fused_multiply_add
@@ -23,6 +25,10 @@ _patch_lang = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
 _multiply = interpreter.InterpreterBuilder.create_dot
 _make_block_type = tl.block_type.__init__
+_broadcast = TritonSemantic.broadcast_impl_value
+_cast = TritonSemantic.cast
+_is_equal = tl.dtype.__eq__
+_unwrap = tl.core._unwrap_if_constexpr
 _block_types: dict[tuple, dict] = {}
 _number_type_of = cache(interpreter._get_np_dtype)
 
@@ -89,6 +95,24 @@ def _shape_of(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
     return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
 
+def _broadcast_unlike(self, lhs, rhs) -> tuple[tl.tensor, tl.tensor]:
+    """Return operands of one shape, which tensors share, as they are."""
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
+
+
+def _cast_unlike(self, x, dtype, *rounding) -> tl.tensor:
+    return x if x.dtype is dtype else _cast(self, x, dtype, *rounding)
+
+
+def _is_same_or_equal(self, other) -> bool:
+    return self is other or _is_equal(self, other)
+
+
+def _unwrap_other(x):
+    """Return tensors and integers, which are nearly all arguments, as they are."""
+    return x if type(x) in (tl.tensor, int) else _unwrap(x)
+
+
 def _tuple_of_type_on_demand(self, values, type=None) -> None:
     """Leave out the types of a tuple's values, such as a shape's, until they are looked at."""
     self.values = [*values]
@@ -102,6 +126,10 @@ tl.tuple.type = _type_of_values
 tl.tuple.__init__ = _tuple_of_type_on_demand
 tl.tensor.__init__ = _tensor_of_shape_once
 tl.block_type.__init__ = _block_type_once
+tl.dtype.__eq__ = _is_same_or_equal
+tl.core._unwrap_if_constexpr = _unwrap_other
+TritonSemantic.broadcast_impl_value = _broadcast_unlike
+TritonSemantic.cast = _cast_unlike
 interpreter._get_np_dtype = _number_type
 interpreter.interpreter_builder.options = replace(
     interpreter.interpreter_builder.options, sanitize_overflow=False
