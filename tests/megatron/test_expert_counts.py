@@ -228,7 +228,7 @@ def test_tokens_of_other_passes_are_permuted(gathered):
                 patch.setattr(owner, name, value)
                 assert not expert_counts._takes_tokens(layer, training=True)
         feature.begin_step(1, training=False)
-        results(layer)
+        layer(torch.ones(16, 2, 32, dtype=torch.bfloat16))
         assert not gathered
 
 

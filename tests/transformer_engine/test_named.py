@@ -21,6 +21,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_lowbit import factories
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.autograd_state import flatten
 from megatron_lowbit.layers.operands import quantize_dgrad_weight, quantize_grad, quantize_weight
@@ -149,7 +150,9 @@ def test_a_recomputed_call_gives_the_gradients_of_its_last_pass(run):
     """Full recomputation runs a forward pass without gradients, then the same with them."""
     torch.manual_seed(0)
     weight, x = torch.randn(96, 64).bfloat16(), torch.randn(32, 64).bfloat16()
-    layers = [QuantizedLinear(weight.clone(), named("nvfp4")) for _ in range(2)]
+    factory = named("nvfp4")
+    factory.engine = ReferenceEngine("tests")
+    layers = [QuantizedLinear(weight.clone(), factory) for _ in range(2)]
     first = layers[0](x, True)
     with torch.no_grad():
         assert torch.equal(layers[1](x, True), first)
@@ -161,6 +164,8 @@ def test_a_recomputed_call_gives_the_gradients_of_its_last_pass(run):
 def test_factories_of_a_name_are_one_object_that_pickles_by_name(run, tmp_path):
     factory = named("nvfp4")
     assert named("nvfp4") is factory and pickle.loads(pickle.dumps(factory)) is factory
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert type(factory.engine) is type(select_engine(device))
     state = torch.frombuffer(bytearray(pickle.dumps({"recipe": factory})), dtype=torch.uint8)
     check_extra_states(tmp_path / "x", "layer._extra_state", [state])
 
