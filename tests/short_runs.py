@@ -63,3 +63,11 @@ def fork_results_queue() -> None:
     Megatron-LM would start another one, which imports torch at the first save.
     """
     filesystem_async.get_write_results_queue("fork")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_runs() -> Iterator[None]:
+    """Shorten the runs of this process, in folders whose conftest.py imports this fixture."""
+    fork_results_queue()
+    with without_pictures():
+        yield

@@ -5,17 +5,11 @@ import torch
 
 import tests.imported  # noqa: F401  before objects are exempt from garbage collection
 from megatron_lowbit.megatron.pretrain import teardown
-from tests.short_runs import without_pictures
+from tests.short_runs import short_runs  # noqa: F401
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_pictures():
-    with without_pictures():
-        yield
 
 
 @pytest.fixture(scope="module")

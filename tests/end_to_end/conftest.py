@@ -22,7 +22,7 @@ from tiny_run import (
 import tests.imported  # noqa: F401  before objects are exempt from garbage collection
 from megatron_lowbit.errors import exit_on_user_error
 from tests import processes
-from tests.short_runs import without_pictures
+from tests.short_runs import short_runs  # noqa: F401
 
 SCRIPT = Path(__file__).with_name("run_script.py")
 RANKS = 2
@@ -34,12 +34,6 @@ def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_pictures():
-    with without_pictures():
-        yield
 
 
 @pytest.fixture(scope="module")

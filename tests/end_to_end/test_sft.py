@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from megatron_lowbit.conversion.convert import to_megatron
 from megatron_lowbit.errors import exit_on_user_error
 from megatron_lowbit.megatron import pretrain
-from tests.short_runs import fork_results_queue
 
 CHATML = """\
 {%- for message in messages -%}
@@ -49,7 +48,6 @@ CHATS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A folder with MODEL, a Llama with a chat template, its checkpoint ``start``, and CHATS."""
-    fork_results_queue()
     folder = tmp_path_factory.mktemp("sft")
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator([json.dumps(CHATS)], 300, special_tokens=["<|im_start|>", "<|im_end|>"])

@@ -8,7 +8,7 @@ import torch
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron.datasets import provide_datasets
 from megatron_lowbit.megatron.pretrain import teardown
-from tests.single_process import no_pictures, single_process  # noqa: F401
+from tests.single_process import short_runs, single_process  # noqa: F401
 
 # isort: split
 from megatron.core import parallel_state
