@@ -40,8 +40,12 @@ def a_file(kind: str, rows: list[dict]) -> str:
 
 
 @pytest.fixture
-def place(tmp_path):
-    """A folder of results with a file of each GPU, and a root with an own README."""
+def place(tmp_path, monkeypatch):
+    """A folder of results with a file of each GPU, and a root with an own README.
+
+    Pictures that are made there are empty.
+    """
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file: file.touch())
     (tmp_path / "docs" / "images").mkdir(parents=True)
     (tmp_path / "README.md").write_text("a\n\n<!-- results: made -->\n\n<!-- /results -->\n\nb\n")
     rows = [row("llama-8b", name, speed=speed) for name, speed in SPEEDS.items()]
@@ -221,9 +225,10 @@ def test_longer_runs(place, study):
     assert page(place) == whole  # from the file alone
 
 
-def test_gaps_have_standard_errors_once_there_are_two_seeds(place, study):
+def test_gaps_have_standard_errors_once_there_are_two_seeds(place, study, monkeypatch):
     study("bf16", 2.0)
     assert "its standard error" not in page(place, study("nvfp4", 2.1))
+    monkeypatch.undo()  # draw the pictures of the second page
     study("bf16", 2.02, seed=2)
     text = page(place, study("nvfp4", 2.1, seed=2)).partition("## Longer runs")[2]
     gaps = 0.1 / 2.0, 0.08 / 2.02
