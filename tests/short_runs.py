@@ -4,10 +4,12 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megatron_lowbit.arguments import parse
 from megatron_lowbit.megatron import pretrain
 
 # isort: split
@@ -67,7 +69,11 @@ def fork_results_queue() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_runs() -> Iterator[None]:
-    """Shorten the runs of this process, in folders whose conftest.py imports this fixture."""
+    """Shorten the runs of this process, in folders whose conftest.py imports this fixture.
+
+    They share the parser of whole command lines, which takes a tenth of a tiny run to build.
+    """
     fork_results_queue()
-    with without_pictures():
+    with without_pictures(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parse, "front_parser", cache(parse.front_parser))
         yield
