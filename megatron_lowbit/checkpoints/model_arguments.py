@@ -35,6 +35,7 @@ _OPTIONAL = (
     ("use_rope_scaling", "rope_scaling_factor"),
     ("add_qkv_bias",),
     ("no_rope_freq",),
+    ("rotary_interleaved",),
     ("qk_layernorm",),
     ("layernorm_zero_centered_gamma",),
     ("geglu",),
@@ -49,7 +50,7 @@ _OPTIONAL = (
     ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
      "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
      "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-     "moe_shared_expert_intermediate_size"),
+     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     ("hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
      "mamba_num_heads"),
 )  # fmt: skip
@@ -71,10 +72,13 @@ _POSITIVE = (
 _FINITE = ("mscale", "mscale_all_dim", "glu_linear_offset")
 
 FEATURES: dict[str, Any] = {
+    "num_experts": None,
+    "hybrid_layer_pattern": None,
     "multi_latent_attention": False,
     "q_lora_rank": None,
     "add_qkv_bias": False,
     "no_rope_freq": None,
+    "rotary_interleaved": False,
     "qk_layernorm": False,
     "layernorm_zero_centered_gamma": False,
     "geglu": False,
@@ -94,6 +98,7 @@ FEATURES: dict[str, Any] = {
     "moe_router_group_topk": None,
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
 }
 """Arguments of features that some families have, and their values in the others' models.
 
@@ -104,10 +109,8 @@ _UNCONVERTED: dict[str, Any] = {
     "attention_output_gate": False,
     "experimental_attention_variant": None,
     "moe_latent_size": None,
-    "moe_shared_expert_gate": False,
     "mtp_num_layers": None,
     "qk_l2_norm": False,
-    "rotary_interleaved": False,
 }
 """Arguments that change what a model computes, and the only values that converted models have."""
 

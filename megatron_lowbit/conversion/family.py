@@ -34,6 +34,11 @@ def positive_number(key: str, default: float | None = None) -> Entry:
     return Entry(key, lambda entries: entries.number(key, default, above=0))
 
 
+def boolean(key: str, default: bool) -> Entry:
+    """Return an entry that is a truth value."""
+    return Entry(key, lambda entries: entries.boolean(key, default), bool)
+
+
 def untied(default: bool) -> Entry:
     """Return the entry whose negation is ``--untie-embeddings-and-output-weights``."""
     key = "tie_word_embeddings"
@@ -102,7 +107,7 @@ def windows(usual: Callable[[Entries], Sequence[bool]]) -> Entry:
         require(len(types) == layers and {*types} <= {_WINDOW, _FULL}, f"{CONFIG}: {message}")
         return [int(type == _WINDOW) for type in types]
 
-    return Entry(key, read, lambda pattern: [(_FULL, _WINDOW)[has] for has in pattern])
+    return Entry(key, read, lambda pattern: pattern and [(_FULL, _WINDOW)[has] for has in pattern])
 
 
 class ConvertibleModel(NamedTuple):
@@ -126,7 +131,7 @@ class Family:
         architecture: ``architectures`` in config.json.
         model_type: ``model_type`` in config.json.
         arguments: Megatron-LM's arguments that all models of the family have, or functions that
-            compute them from the arguments of ``entries``.
+            compute them from the arguments of ``entries``, which take precedence.
         fixed: entries of config.json with the only value that is converted, also by default.
         entries: Megatron-LM's arguments with their entries of config.json.
         outer: tensors outside the layers, the embedding first.
@@ -202,6 +207,7 @@ class Family:
         return {
             name: value(model) if callable(value) else value
             for name, value in self.arguments.items()
+            if name not in self.entries
         }
 
 

@@ -123,9 +123,9 @@ def expand(
         prefix: start of Hugging Face's names before the number of a layer.
         is_transposed: True if Hugging Face stores the weights of linear layers as (in, out).
     """
-    is_untied = model["untie_embeddings_and_output_weights"]
-    lines = [(TensorSlice(key), names) for key, names in outer.items() if key != HEAD or is_untied]
+    lines = [(TensorSlice(key), names) for key, names in outer.items()]
     lines += _layer_lines(layers, model, prefix)
+    lines = [(target, names) for target, names in lines if _has(model, target.key)]
     output_rows, rules = _output_rows(model), []
     for pattern, line in groupby(lines, key=lambda line: line[1]):
         targets, names = tuple(target for target, _ in line), _alternatives(pattern)
@@ -146,6 +146,19 @@ def expand(
                  is_padded)
         )  # fmt: skip
     return rules
+
+
+def _has(model: Model, key: str) -> bool:
+    """Return False for a tensor of an optional feature that a model does not use."""
+    if key == HEAD:
+        return bool(model["untie_embeddings_and_output_weights"])
+    if "linear_" in key and key.endswith(".bias"):
+        with_qkv = "linear_qkv" in key and model.get("add_qkv_bias")
+        return bool(model["add_bias_linear"] or with_qkv)
+    is_norm = key.endswith(
+        ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+    )
+    return not is_norm or bool(model.get("qk_layernorm"))
 
 
 def _layer_lines(

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tiny_models import DRAWN, EPS, ROPE, SIZES, YARN, make_model
+from tiny_models import DRAWN, EPS, MODELS, ROPE, SIZES, YARN, make_model
 
 from megatron_lowbit.checkpoints.model_arguments import argument_file, model_of, saved_arguments
 from megatron_lowbit.conversion.families import FAMILIES, family_of, from_config
@@ -26,7 +26,7 @@ FULL, CHUNKED = "full_attention", "chunked_attention"
 
 def config_of(name: str) -> dict:
     """Return the config.json of a tiny model."""
-    if name == "gemma":
+    if name == "gemma3":
         return OLDER_GEMMA3
     with torch.device("meta"):
         model = make_model(name)
@@ -76,16 +76,16 @@ def config_of(name: str) -> dict:
         ("gpt-oss", {"attention_bias": False}, "attention_bias False"),
         ("gpt-oss", {"layer_types": [FULL]}, "layer_types must be .* for each of 4 layers"),
         ("gpt-oss", {"layer_types": [FULL, FULL, FULL, CHUNKED]}, "layer_types must be"),
-        ("gemma", {"hidden_activation": "gelu"}, "'gelu': only 'gelu_pytorch_tanh'"),
-        ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0: only None"),
-        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
-        ("gemma", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        ("gemma3", {"hidden_activation": "gelu"}, "'gelu': only 'gelu_pytorch_tanh'"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0: only None"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
          "rope_type 'yarn': only 'linear'"),
-        ("gemma", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+        ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
          "factor 2.5: .* an integer"),
-        ("gemma", {"rope_local_base_freq": 1.5}, "rope_theta 1.5: Megatron-LM's is an integer"),
-        ("gemma", {"layer_types": [FULL]}, "for each of 7 layers"),
-        ("gemma", {"architectures": ["Gemma3ForConditionalGeneration"]}, "is not one of"),
+        ("gemma3", {"rope_local_base_freq": 1.5}, "rope_theta 1.5: Megatron-LM's is an integer"),
+        ("gemma3", {"layer_types": [FULL]}, "for each of 7 layers"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "is not one of"),
     ],
 )  # fmt: skip
 def test_a_config_that_does_not_fit(name, change, named):
@@ -124,10 +124,10 @@ def test_a_config_that_does_not_fit(name, change, named):
         ("gpt-oss", {"softmax_type": "off-by-one"},
          "softmax_type 'off-by-one'; a gpt-oss has 'learnable'"),
         ("gpt-oss", {"mscale": 0.7}, "mscale 0.7"),
-        ("gemma", {"mup_embedding_mult": 2.0}, r"mup_embedding_mult 2.0; a Gemma-3 has 5\.65"),
-        ("gemma", {"mup_attn_scale_power": 1.0}, "mup_attn_scale_power 1.0; a Gemma-3 has 0.5"),
-        ("gemma", {"geglu": False}, "geglu False; a Gemma-3 has True"),
-        ("gemma", {"window_size": (511, 1)},
+        ("gemma3", {"mup_embedding_mult": 2.0}, r"mup_embedding_mult 2.0; a Gemma-3 has 5\.65"),
+        ("gemma3", {"mup_attn_scale_power": 1.0}, "mup_attn_scale_power 1.0; a Gemma-3 has 0.5"),
+        ("gemma3", {"geglu": False}, "geglu False; a Gemma-3 has True"),
+        ("gemma3", {"window_size": (511, 1)},
          r"window_size \(511, 1\); a Gemma-3 has 0 tokens ahead"),
     ],
 )  # fmt: skip
@@ -138,6 +138,15 @@ def test_a_model_that_does_not_fit(name, change, named):
     with pytest.raises(UserError, match=named):
         model = model_of(args, 100)
         family_of(model).to_config(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_without_a_config_finds_a_family_of_its_model(name):
+    """The family may be another one than the source's, whose models are the same."""
+    model = model_of(saved_arguments(from_config(config_of(name)).model), 100)
+    written = family_of(model).to_config(model)
+    again = model_of(saved_arguments(from_config(written).model), 100)
+    assert again == model
 
 
 def test_both_forms_of_a_gemma3_are_one_model():

@@ -17,6 +17,8 @@ SIZES = {
 TOKENS = torch.arange(40).reshape(2, 20) % 100
 DRAWN = {"initializer_range": 0.3}
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}
+PARTIAL = ROPE | {"partial_rotary_factor": 0.5}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -74,7 +76,7 @@ MODELS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama with biases": ("llama", {
         "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}),
-    "linear llama": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}),
+    "linear llama": ("llama", {"rope_parameters": ROPE | LINEAR}),
     "yarn qwen2": ("qwen2", {"rope_parameters": ROPE | {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "rope_parameters": ROPE}),
@@ -93,14 +95,32 @@ MODELS = {
     "smollm3": ("smollm3", {
         "no_rope_layers": [1, 0, 0, 1], "pad_token_id": None, "rope_parameters": ROPE}),
     "phi-3": ("phi3", {
-        "sliding_window": 6, "pad_token_id": None,
-        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
+        "sliding_window": 6, "pad_token_id": None, "rope_parameters": PARTIAL}),
     "qwen2": ("qwen2", {"rope_parameters": ROPE}),
     "mistral": ("mistral", {"sliding_window": 6, "rope_parameters": ROPE}),
+    "ministral": ("ministral", {
+        "sliding_window": 6, "layer_types": GEMMA3["layer_types"], "rope_parameters": ROPE}),
+    "cwm": ("cwm", {"sliding_window": 6, "rope_parameters": LLAMA3}),
+    "arcee": ("arcee", {"rope_parameters": ROPE}),
+    "gemma": ("gemma", {"rope_parameters": ROPE, "pad_token_id": None}),
+    "glm": ("glm", {"rope_parameters": PARTIAL, "pad_token_id": None}),
+    "glm-4": ("glm4", {
+        "attention_bias": False, "rope_parameters": PARTIAL, "pad_token_id": None}),
+    "ernie-4.5": ("ernie4_5", {"rope_parameters": ROPE}),
+    "helium": ("helium", {"head_dim": 8, "rope_parameters": ROPE}),
+    "gpt-bigcode": ("gpt_bigcode", GPT2),
+    "starcoder2": ("starcoder2", {
+        "norm_epsilon": EPS, "sliding_window": 6, "rope_parameters": ROPE}),
+    "stablelm": ("stablelm", {
+        "layer_norm_eps": EPS, "use_qkv_bias": True, "rope_parameters": PARTIAL}),
+    "nemotron": ("nemotron", {
+        "norm_eps": EPS, "rope_parameters": PARTIAL | LINEAR}),
+    "jais-2": ("jais2", {"layer_norm_eps": EPS, "rope_parameters": ROPE}),
     "mistral without windows": ("mistral", {"sliding_window": None, "rope_parameters": ROPE}),
 }  # fmt: skip
 """Types of models, and their entries beside ``SIZES``."""
-_WITHOUT = {"gpt2": SIZES.keys() - {"vocab_size"},
+_GPT = SIZES.keys() - {"vocab_size"}
+_WITHOUT = {"gpt2": _GPT, "gpt_bigcode": _GPT, "stablelm": ("head_dim",),
             "nemotron_h": ("num_hidden_layers", "rms_norm_eps")}  # fmt: skip
 """Entries of ``SIZES`` that a type has not."""
 

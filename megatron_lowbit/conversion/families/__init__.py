@@ -7,10 +7,23 @@ from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.deepseek_v3 import DEEPSEEK_V3
-from megatron_lowbit.conversion.families.dense import GEMMA3, GPT2, QWEN3
+from megatron_lowbit.conversion.families.dense import QWEN3
 from megatron_lowbit.conversion.families.experts import GPT_OSS, MIXTRAL, QWEN3_MOE
+from megatron_lowbit.conversion.families.gemma import GEMMA, GEMMA3
+from megatron_lowbit.conversion.families.interleaved import ERNIE, GLM, GLM4, HELIUM
+from megatron_lowbit.conversion.families.layer_norms import (
+    GPT2,
+    GPT_BIGCODE,
+    JAIS2,
+    NEMOTRON,
+    STABLELM,
+    STARCODER2,
+)
 from megatron_lowbit.conversion.families.llamas import (
+    ARCEE,
+    CWM,
     LLAMA_WITH_BIASES,
+    MINISTRAL,
     MISTRAL,
     PHI3,
     QWEN2,
@@ -27,7 +40,8 @@ FAMILIES = {
     family.architecture: family
     for family in (
         NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2,
-        LLAMA_WITH_BIASES, MISTRAL, QWEN2, SEED_OSS, SMOLLM3, PHI3,
+        LLAMA_WITH_BIASES, MISTRAL, MINISTRAL, CWM, QWEN2, SEED_OSS, SMOLLM3, PHI3, ARCEE,
+        GEMMA, GLM, GLM4, ERNIE, HELIUM, GPT_BIGCODE, STARCODER2, STABLELM, NEMOTRON, JAIS2,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""
@@ -71,14 +85,18 @@ def family_of(model: Model, config: Mapping[str, Any] = MappingProxyType({})) ->
     """Return the family of a trained model; its ``to_config`` checks the model.
 
     A model can be of several, such as Llama and Phi-3. It is of the one that ``config``, the
-    config.json that it was trained from, names, or else of the most common one.
+    config.json that it was trained from, names, or else of the most common one. Where none takes
+    it, the family is the one whose arguments are closest.
     """
-    for family in FAMILIES.values():
-        if config.get("architectures") == [family.architecture]:
-            with suppress(UserError):
-                family.to_config(model)
-                return family
-    for arguments, family in _MARKS.items():
+    is_gpt = model["position_embedding_type"] == "learned_absolute"
+    closest = GPT2 if is_gpt else LLAMA_WITH_BIASES
+    for arguments, marked in _MARKS.items():
         if model.keys() >= {*arguments}:
+            closest = marked
+            break
+    named = [FAMILIES[name] for name in config.get("architectures") or [] if name in FAMILIES]
+    for family in [*named, closest, *FAMILIES.values()]:
+        with suppress(UserError):
+            family.to_config(model)
             return family
-    return GPT2 if model["position_embedding_type"] == "learned_absolute" else LLAMA_WITH_BIASES
+    return closest

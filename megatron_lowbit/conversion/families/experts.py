@@ -17,7 +17,7 @@ from megatron_lowbit.conversion.families.dense import (
     QWEN3,
     QWEN3_ATTENTION,
 )
-from megatron_lowbit.conversion.families.rope import rope_arguments, rope_entries, rope_type
+from megatron_lowbit.conversion.families.rope import rope_arguments
 from megatron_lowbit.conversion.family import (
     Entry,
     experts,
@@ -142,12 +142,6 @@ QWEN3_MOE = replace(
 )
 
 
-def _yarn(entries: Entries) -> dict[str, Any]:
-    actual = rope_type(rope_entries(entries))
-    require(actual == "yarn", f"{CONFIG}: rope_type {actual!r}: a gpt-oss has 'yarn'")
-    return rope_arguments(entries)
-
-
 GPT_OSS = replace(
     MIXTRAL,
     name="gpt-oss",
@@ -178,5 +172,5 @@ GPT_OSS = replace(
         ),
     },
     layers=_GPT_OSS_LAYER,
-    more_arguments=_yarn,
+    more_arguments=lambda entries: rope_arguments(entries, "yarn"),
 )

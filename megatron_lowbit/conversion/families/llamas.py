@@ -1,23 +1,40 @@
-"""Llamas with biases, other arguments or names: Mistral, Qwen2, Seed-OSS, SmolLM3 and Phi-3."""
+"""Llamas with biases, windows, other names or an ungated MLP.
+
+These are Mistral, Ministral, CWM, Qwen2, Seed-OSS, SmolLM3, Phi-3 and Arcee.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.conversion.families.dense import ATTENTION, LLAMA, MLP
+from megatron_lowbit.conversion.families.dense import (
+    ATTENTION,
+    GATE_UP_MLP,
+    LLAMA,
+    MLP,
+    QKV_BIAS,
+    QKV_PROJ,
+    UNGATED_MLP,
+)
 from megatron_lowbit.conversion.families.rope import (
-    rope_entries,
+    rope_arguments,
     rope_entry,
     rotary_base,
-    scaled_rope,
+    rotated_part,
 )
-from megatron_lowbit.conversion.family import Entry, number_of_layers, untied, window
+from megatron_lowbit.conversion.family import (
+    Entry,
+    integer,
+    number_of_layers,
+    untied,
+    window,
+    windows,
+)
 from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
-_QKV_BIAS = {"self_attention.linear_qkv.bias": "self_attn.{q,k,v}_proj.bias"}
 _BIASES = {
-    **_QKV_BIAS,
+    **QKV_BIAS,
     "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
     "mlp.linear_fc1.bias": "mlp.{gate,up}_proj.bias",
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
@@ -36,10 +53,9 @@ def _has_biases(entries: Entries) -> bool:
 
 LLAMA_WITH_BIASES = replace(
     LLAMA,
-    arguments={name: usual for name, usual in LLAMA.arguments.items() if name != "add_bias_linear"},
     fixed={"hidden_act": "silu"},
     entries={**LLAMA.entries, "add_bias_linear": Entry("attention_bias", _has_biases)},
-    layers=lambda model: {**ATTENTION, **MLP, **(_BIASES if model["add_bias_linear"] else {})},
+    layers={**ATTENTION, **MLP, **_BIASES},
     more_entries=lambda model: {**rope_entry(model), "mlp_bias": model["add_bias_linear"]},
 )
 
@@ -67,7 +83,7 @@ QWEN2 = replace(
     arguments={**LLAMA.arguments, "add_qkv_bias": True},
     fixed={"hidden_act": "silu", "use_sliding_window": False},
     defaults={"num_key_value_heads": 32},
-    layers={**ATTENTION, **_QKV_BIAS, **MLP},
+    layers={**ATTENTION, **QKV_BIAS, **MLP},
 )
 
 SEED_OSS = replace(
@@ -116,32 +132,61 @@ SMOLLM3 = replace(
 )
 
 
-def _rotated_part(entries: Entries) -> float:
-    """Return the part of a head's channels that rotary embeddings turn, by their usual angles."""
-    key, rope = "partial_rotary_factor", rope_entries(entries)
-    scaled_rope(rope, "default", {})
-    part = rope.number(key, entries.number(key, 1.0), above=0)
-    require(part <= 1, f"{CONFIG}: {key} {part}: must be at most 1")
-    return part
-
-
 PHI3 = replace(
     MISTRAL,
     name="Phi-3",
     architecture="Phi3ForCausalLM",
     model_type="phi3",
-    arguments={
-        **{name: usual for name, usual in MISTRAL.arguments.items() if name != "rotary_percent"},
-        "position_embedding_type": "rope",
-        "rotary_seq_len_interpolation_factor": None,
-        "use_rope_scaling": None,
-    },
     defaults={"rms_norm_eps": 1e-5},
-    entries={**MISTRAL.entries, "rotary_percent": Entry("partial_rotary_factor", _rotated_part)},
-    layers={
-        **ATTENTION,
-        "self_attention.linear_qkv.weight": "self_attn.qkv_proj.weight",
-        "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
-        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    entries={**MISTRAL.entries, "rotary_percent": rotated_part(1.0)},
+    layers={**ATTENTION, **QKV_PROJ, **GATE_UP_MLP},
+)
+
+MINISTRAL = replace(
+    MISTRAL,
+    name="Ministral",
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    entries={
+        **MISTRAL.entries,
+        "window_attn_skip_freq": windows(
+            lambda entries: (
+                [entries.integer("sliding_window", 0, minimum=0) > 0] * number_of_layers(entries)
+            )
+        ),
     },
+)
+
+CWM = replace(
+    LLAMA,
+    name="CWM",
+    architecture="CwmForCausalLM",
+    model_type="cwm",
+    fixed={"hidden_act": "silu", "mlp_bias": False},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000,
+        "sliding_window": 8192,
+    },
+    entries={
+        **LLAMA.entries,
+        "kv_channels": integer("head_dim", 128),
+        "window_size": window(),
+        "window_attn_skip_freq": windows(
+            lambda entries: [layer % 4 != 0 for layer in range(number_of_layers(entries))]
+        ),
+    },
+    more_arguments=lambda entries: rope_arguments(entries, "llama3"),
+)
+
+ARCEE = replace(
+    LLAMA,
+    name="Arcee",
+    architecture="ArceeForCausalLM",
+    model_type="arcee",
+    arguments={**LLAMA.arguments, "swiglu": False, "squared_relu": True},
+    fixed={**LLAMA.fixed, "hidden_act": "relu2"},
+    defaults={"rms_norm_eps": 1e-5},
+    layers={**ATTENTION, **UNGATED_MLP},
 )

@@ -80,14 +80,31 @@ def linear_scaling(factor: int | None) -> dict[str, Any] | None:
     return {"rope_type": "linear", "factor": float(factor)} if factor else None
 
 
-def rope_arguments(entries: Entries) -> dict[str, Any]:
+def rotated_part(default: float) -> Entry:
+    """Return the entry for the part of a head's channels that rotary embeddings turn."""
+    key = "partial_rotary_factor"
+
+    def read(entries: Entries) -> float:
+        part = rope_entries(entries).number(key, entries.number(key, default), above=0)
+        require(part <= 1, f"{CONFIG}: {key} {part}: must be at most 1")
+        return part
+
+    return Entry(key, read)
+
+
+def rope_arguments(entries: Entries, *types: str) -> dict[str, Any]:
     """Return Megatron-LM's arguments of frequencies scaled as in Llama 3.1 or by YaRN.
+
+    Args:
+        entries: config.json.
+        *types: types of scaling that are converted; without any, all that Megatron-LM has.
 
     Raises UserError for a type or a value that Megatron-LM does not have.
     """
+    types = types or _TYPES
     rope = rope_entries(entries)
-    actual, known = rope_type(rope), ", ".join(map(repr, _TYPES))
-    require(actual in _TYPES, f"{CONFIG}: rope_type {actual!r}: only {known} are converted")
+    actual, known = rope_type(rope), ", ".join(map(repr, types))
+    require(actual in types, f"{CONFIG}: rope_type {actual!r}: only {known} are converted")
     if actual == "llama3":
         scaled_rope(rope, actual, LLAMA3_ROPE)
         return {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", above=0)}
