@@ -222,6 +222,7 @@ def _output_rows(model: Model) -> dict[str, int]:
         "experts.linear_fc1": fc1 * size["moe_ffn_hidden_size"],
         "shared_experts.linear_fc1": fc1 * size["moe_shared_expert_intermediate_size"],
         "router": size["num_experts"],
+        "gate_weight": 1,
         "expert_bias": size["num_experts"],
         # Multi-latent attention.
         "linear_q_down_proj": size["q_lora_rank"],

@@ -194,7 +194,11 @@ def test_probabilities_of_the_router(normalized):
     assert family_of(model).to_config(model)["norm_topk_prob"] is normalized
 
 
-OTHERS = {"nemotron_h": {"layers_block_type": ["mlp", "linear_attention", "full_attention"]}}
+OTHERS = {
+    "nemotron_h": {"layers_block_type": ["mlp", "linear_attention", "full_attention"]},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+              "norm_topk_prob": True, "num_hidden_layers": 4},
+}  # fmt: skip
 """Entries of a model type without which its default is not converted."""
 
 

@@ -44,6 +44,11 @@ GEMMA3_ROPE = {
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
              "norm_topk_prob": True, "mlp_only_layers": [1]}  # fmt: skip
+ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "num_mtp_layers": 0, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 # Two of four groups of experts are chosen for each token.
 DEEPSEEK_V3 = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 20, "kv_lora_rank": 16,
@@ -89,6 +94,14 @@ MODELS = {
         "norm_topk_prob": False, "mlp_only_layers": [], "rope_parameters": ROPE}),
     "deepseek-v3": ("deepseek_v3", DEEPSEEK_V3),
     "uniform deepseek-v3": ("deepseek_v3", UNIFORM_DEEPSEEK_V3),
+    "qwen2-moe": ("qwen2_moe", QWEN3_MOE | {
+        "shared_expert_intermediate_size": 24, "rope_parameters": ROPE}),
+    "glm-4.5-moe": ("glm4_moe", ROUTED | {
+        "attention_bias": True, "use_qk_norm": True, "rope_parameters": PARTIAL}),
+    "dots.llm1": ("dots1", ROUTED | {"sliding_window": 6, "max_window_layers": 2,
+                                     "rope_parameters": ROPE}),
+    "solar-open": ("solar_open", ROUTED | {
+        "first_k_dense_replace": 0, "rope_parameters": ROPE}),
     "gpt-oss": ("gpt_oss", GPT_OSS),
     "gemma-3": ("gemma3_text", GEMMA3),
     "seed-oss": ("seed_oss", {"rope_parameters": ROPE}),

@@ -8,7 +8,12 @@ from typing import Any
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_lowbit.conversion.families.dense import QWEN3
-from megatron_lowbit.conversion.families.experts import GPT_OSS, MIXTRAL, QWEN3_MOE
+from megatron_lowbit.conversion.families.experts import (
+    GPT_OSS,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from megatron_lowbit.conversion.families.gemma import GEMMA, GEMMA3
 from megatron_lowbit.conversion.families.interleaved import ERNIE, GLM, GLM4, HELIUM
 from megatron_lowbit.conversion.families.layer_norms import (
@@ -31,6 +36,7 @@ from megatron_lowbit.conversion.families.llamas import (
     SMOLLM3,
 )
 from megatron_lowbit.conversion.families.nemotron_h import NEMOTRON_H
+from megatron_lowbit.conversion.families.sigmoid_router import DOTS1, GLM4_MOE, SOLAR_OPEN
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import UserError
@@ -42,6 +48,7 @@ FAMILIES = {
         NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2,
         LLAMA_WITH_BIASES, MISTRAL, MINISTRAL, CWM, QWEN2, SEED_OSS, SMOLLM3, PHI3, ARCEE,
         GEMMA, GLM, GLM4, ERNIE, HELIUM, GPT_BIGCODE, STARCODER2, STABLELM, NEMOTRON, JAIS2,
+        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: multi-latent attention, a sigmoid router with biases, and shared experts.
+"""DeepSeek-V3: multi-latent attention and the experts of ``sigmoid_router.py``.
 
 Both sides have rotary dimensions in pairs and parts of heads in the same order.
 """
@@ -7,17 +7,20 @@ from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import LLAMA, OUTER
-from megatron_lowbit.conversion.families.experts import EXPERTS, dense_or_experts
+from megatron_lowbit.conversion.families.experts import dense_or_experts
 from megatron_lowbit.conversion.families.rope import rope_entries, scaled_rope
+from megatron_lowbit.conversion.families.sigmoid_router import (
+    ROUTED_EXPERTS,
+    ROUTER_ARGUMENTS,
+    ROUTER_ENTRIES,
+    router_arguments,
+    router_entries,
+)
 from megatron_lowbit.conversion.family import (
     Entry,
     Family,
     check_arguments,
-    experts,
-    experts_of_a_token,
     integer,
-    number_of_layers,
-    positive_number,
     query_groups,
 )
 from megatron_lowbit.conversion.mapping import Model
@@ -41,18 +44,10 @@ _ATTENTION = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
     "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
 }
-_EXPERTS = {
-    **EXPERTS,
-    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-    "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.{gate,up}_proj.weight",
-    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
-}
 _NO_QUERY_RANK = (
     "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
     "once more, which transformers does not"
 )
-_COUNT = experts("n_routed_experts")
-_OF_A_TOKEN = experts_of_a_token(_COUNT)
 
 
 def _query_rank(entries: Entries) -> int:
@@ -64,18 +59,10 @@ def _query_rank(entries: Entries) -> int:
 def _more_arguments(entries: Entries) -> dict[str, Any]:
     heads, groups = entries.integer("num_attention_heads"), query_groups(entries)
     require(groups == heads, f"{CONFIG}: num_key_value_heads {groups}: must be {heads}, all heads")
-    normalized = entries.boolean("norm_topk_prob", True)
-    require(
-        normalized == (_OF_A_TOKEN.read(entries) > 1),
-        f"{CONFIG}: norm_topk_prob {normalized}: Megatron-LM normalizes the scores of a token's "
-        "experts if these are several",
-    )
-    layers = number_of_layers(entries)
-    dense = entries.integer("first_k_dense_replace", 3, minimum=0, maximum=layers)
     return {
         "num_query_groups": heads,
         "kv_channels": entries.integer("v_head_dim", 128),  # Latent attention does not use it.
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
+        **router_arguments(entries),
         **_rope_scaling(entries),
     }
 
@@ -104,64 +91,11 @@ def _check_scales(subject: str, mscale: float, all_dimensions: float) -> None:
     )
 
 
-def _groups(entries: Entries) -> int:
-    """Return the number of groups of experts."""
-    count, groups = _COUNT.read(entries), entries.integer("n_group", 8)
-    rule = f"must divide n_routed_experts {count} into groups of two or more"
-    require(count % groups == 0 and groups < count, f"{CONFIG}: n_group {groups}: {rule}")
-    return groups
-
-
-def _groups_of_a_token(entries: Entries) -> int:
-    groups, of_a_token = _groups(entries), _OF_A_TOKEN.read(entries)
-    chosen = entries.integer("topk_group", 4, maximum=groups)
-    room = chosen * (_COUNT.read(entries) // groups)
-    require(
-        of_a_token <= room,
-        f"{CONFIG}: num_experts_per_tok {of_a_token}: topk_group {chosen} groups have {room}",
-    )
-    _check_choice(f"{CONFIG}: topk_group {chosen}", groups, chosen, of_a_token)
-    return chosen
-
-
-def _check_choice(subject: str, groups: int, chosen: int, of_a_token: int) -> None:
-    """Raise UserError where transformers and Megatron-LM choose other groups of experts."""
-    require(
-        groups == chosen or of_a_token // chosen == 2,
-        f"{subject}: Megatron-LM scores a group by its best num_experts_per_tok // topk_group "
-        "experts, transformers by its best two",
-    )
-
-
-def _shared_width(entries: Entries) -> int:
-    return entries.integer("n_shared_experts", 1) * entries.integer("moe_intermediate_size", 2048)
-
-
 def _more_entries(model: Model) -> dict[str, Any]:
     """Return entries that are made of several arguments, or that need a check."""
     require("q_lora_rank" in model, f"the model has no q_lora_rank; it {_NO_QUERY_RANK}")
-    of_a_token, width = model["moe_router_topk"], model["moe_ffn_hidden_size"]
-    groups, chosen = model.get("moe_router_num_groups", 1), model.get("moe_router_group_topk", 0)
-    subject = f"the model has moe_router_group_topk {chosen}"
-    _check_choice(subject, groups, chosen or groups, of_a_token)
-    shared = model.get("moe_shared_expert_intermediate_size", 0)
-    require(
-        shared > 0 and shared % width == 0,
-        f"the model has moe_shared_expert_intermediate_size {shared}; a {DEEPSEEK_V3.name} has a "
-        f"multiple of moe_ffn_hidden_size {width}",
-    )
-    frequency = model["moe_layer_freq"]
-    pattern = [1] * model["num_layers"] if frequency == 1 else frequency
-    require(
-        pattern == sorted(pattern),
-        f"the model has moe_layer_freq {pattern}; a {DEEPSEEK_V3.name} has its dense layers first",
-    )
     return {
-        "n_shared_experts": shared // width,
-        "topk_group": chosen or groups,
-        "norm_topk_prob": of_a_token > 1,
-        "first_k_dense_replace": pattern.count(0),
-        "num_nextn_predict_layers": 0,
+        **router_entries(model),
         "rope_scaling": _rope_scaling_entry(model),
     }
 
@@ -186,8 +120,7 @@ DEEPSEEK_V3 = Family(
         "layernorm_epsilon": _EPSILON,
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
+        **ROUTER_ARGUMENTS,
     },
     fixed={
         "hidden_act": "silu",
@@ -198,6 +131,15 @@ DEEPSEEK_V3 = Family(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
+    defaults={
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
     entries={
         **{name: entry for name, entry in LLAMA.entries.items() if name not in _OTHERS},
         "q_lora_rank": Entry("q_lora_rank", _query_rank),
@@ -205,18 +147,10 @@ DEEPSEEK_V3 = Family(
         "qk_head_dim": integer("qk_nope_head_dim", 128),
         "qk_pos_emb_head_dim": integer("qk_rope_head_dim", 64),
         "v_head_dim": integer("v_head_dim", 128),
-        "num_experts": _COUNT,
-        "moe_router_topk": _OF_A_TOKEN,
-        "moe_ffn_hidden_size": integer("moe_intermediate_size", 2048),
-        "moe_router_num_groups": Entry("n_group", _groups, lambda groups: groups or 1),
-        "moe_router_group_topk": Entry("topk_group", _groups_of_a_token),
-        "moe_router_topk_scaling_factor": positive_number("routed_scaling_factor", 2.5)._replace(
-            write=lambda factor: factor or 1.0
-        ),
-        "moe_shared_expert_intermediate_size": Entry("n_shared_experts", _shared_width),
+        **ROUTER_ENTRIES,
     },
     outer=OUTER,
-    layers=dense_or_experts(_ATTENTION, _EXPERTS),
+    layers=dense_or_experts(_ATTENTION, ROUTED_EXPERTS),
     more_arguments=_more_arguments,
     more_entries=_more_entries,
 )

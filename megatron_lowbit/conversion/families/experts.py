@@ -14,12 +14,14 @@ from megatron_lowbit.conversion.families.dense import (
     ATTENTION,
     LLAMA,
     MLP,
+    QKV_BIAS,
     QWEN3,
     QWEN3_ATTENTION,
 )
 from megatron_lowbit.conversion.families.rope import rope_arguments
 from megatron_lowbit.conversion.family import (
     Entry,
+    boolean,
     experts,
     experts_of_a_token,
     integer,
@@ -141,6 +143,30 @@ QWEN3_MOE = replace(
     more_entries=_more_entries,
 )
 
+
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    name="Qwen2-MoE",
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    arguments={**LLAMA.arguments, "moe_shared_expert_gate": True},
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    defaults={"num_key_value_heads": 16, "moe_intermediate_size": 1408},
+    entries={
+        **QWEN3_MOE.entries,
+        "add_qkv_bias": boolean("qkv_bias", True),
+        "moe_shared_expert_intermediate_size": integer("shared_expert_intermediate_size", 5632),
+    },
+    layers=dense_or_experts(
+        {**ATTENTION, **QKV_BIAS},
+        {
+            **EXPERTS,
+            "mlp.shared_experts.linear_fc1.weight": "mlp.shared_expert.{gate,up}_proj.weight",
+            "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
+            "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+        },
+    ),
+)
 
 GPT_OSS = replace(
     MIXTRAL,
