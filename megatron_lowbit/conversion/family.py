@@ -4,6 +4,7 @@ A family's table of entries reads a config.json into Megatron-LM's arguments, an
 them.
 """
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +111,13 @@ def windows(usual: Callable[[Entries], Sequence[bool]]) -> Entry:
     return Entry(key, read, lambda pattern: pattern and [(_FULL, _WINDOW)[has] for has in pattern])
 
 
+def _with_infinity(value: Any) -> Any:
+    """Return an entry, with infinity for the object that transformers writes for it in a list."""
+    if not isinstance(value, list):
+        return value
+    return [math.inf if part == {"__float__": "Infinity"} else part for part in value]
+
+
 class ConvertibleModel(NamedTuple):
     """A model of the family ``name``: Megatron-LM's arguments, and the mapping of its tensors.
 
@@ -138,6 +146,7 @@ class Family:
         layers: tensors of a layer, as :func:`~mapping.expand` takes them, or a function that
             returns them for a model.
         prefix: start of Hugging Face's names before the number of a layer.
+        blocks: layers of Megatron-LM in one of Hugging Face's.
         is_transposed: True if Hugging Face stores the weights of linear layers as (in, out).
         more_arguments: function that reads arguments which are no entry of their own.
         more_entries: function that writes entries which are no argument of their own, and checks
@@ -155,6 +164,7 @@ class Family:
     outer: Names
     layers: Names | Callable[[Model], Names | Sequence[Names]]
     prefix: str = "model.layers"
+    blocks: int = 1
     is_transposed: bool = False
     more_arguments: Callable[[Entries], dict[str, Any]] = lambda entries: {}
     more_entries: Callable[[Model], dict[str, Any]] = lambda model: {}
@@ -166,7 +176,7 @@ class Family:
         Raises UserError for what Megatron-LM's model cannot do.
         """
         for key, value in self.fixed.items():
-            if config.get(key, value) != value:
+            if _with_infinity(config.get(key, value)) != value:
                 shown = reprlib.repr(config[key])
                 raise UserError(f"{CONFIG}: {key} {shown}: only {value!r} is converted")
         entries = Entries({**self.defaults, **config}, CONFIG)
@@ -183,6 +193,9 @@ class Family:
 
         Raises UserError where one of the model's arguments is not the family's.
         """
+        for name in ("num_experts", "hybrid_layer_pattern"):
+            given = name in model or name not in self.entries
+            require(given, f"the model has no {name}; a {self.name} has it")
         others = {name: usual for name, usual in FEATURES.items() if name not in self.entries}
         check_arguments(model, self.name, {**others, **self._usual(model)})
         if "window_size" in model:
@@ -200,7 +213,7 @@ class Family:
     def rules(self, model: Model) -> list[Rule]:
         """Return the mapping of a model's tensors."""
         layers = self.layers(model) if callable(self.layers) else self.layers
-        return expand(self.outer, layers, model, self.prefix, self.is_transposed)
+        return expand(self.outer, layers, model, self.prefix, self.blocks, self.is_transposed)
 
     def _usual(self, model: Model) -> dict[str, Any]:
         """Return the arguments that all models of the family have, for a model."""

@@ -111,6 +111,7 @@ def expand(
     layers: Names | Sequence[Names],
     model: Model,
     prefix: str,
+    blocks: int,
     is_transposed: bool,
 ) -> list[Rule]:
     """Return the rules of all tensors of a model, layer by layer.
@@ -121,10 +122,11 @@ def expand(
             are alike, whose tensors Megatron-LM stacks, or else a mapping for each layer.
         model: the arguments that give sizes.
         prefix: start of Hugging Face's names before the number of a layer.
+        blocks: layers of Megatron-LM in one of Hugging Face's.
         is_transposed: True if Hugging Face stores the weights of linear layers as (in, out).
     """
     lines = [(TensorSlice(key), names) for key, names in outer.items()]
-    lines += _layer_lines(layers, model, prefix)
+    lines += _layer_lines(layers, model, prefix, blocks)
     lines = [(target, names) for target, names in lines if _has(model, target.key)]
     output_rows, rules = _output_rows(model), []
     for pattern, line in groupby(lines, key=lambda line: line[1]):
@@ -162,7 +164,7 @@ def _has(model: Model, key: str) -> bool:
 
 
 def _layer_lines(
-    layers: Names | Sequence[Names], model: Model, prefix: str
+    layers: Names | Sequence[Names], model: Model, prefix: str, blocks: int
 ) -> Iterator[tuple[TensorSlice, str]]:
     """Yield the tensors of all layers, and the pattern of the names that each is made of."""
     count, experts = model["num_layers"], model.get("num_experts", 0)
@@ -176,7 +178,7 @@ def _layer_lines(
             for expert in range(experts) if of_experts else [0]:
                 axes = ((*index, expert), (*length, experts)) if of_experts else (index, length)
                 target = TensorSlice(start + key.replace(".*", ""), *axes)
-                yield target, f"{prefix}.{layer}.{names}".replace("*", str(expert))
+                yield target, f"{prefix}.{layer // blocks}.{names}".replace("*", str(expert))
 
 
 def _alternatives(pattern: str) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def test_a_config_that_does_not_fit(name, change, named):
          "score_function 'sigmoid'; a Qwen3-MoE has 'softmax'"),
         ("qwen3-moe", {"qk_layernorm": False}, "moe_layer_freq .*; a Mixtral has 1"),
         ("deepseek-v3", {"qk_layernorm": False}, "qk_layernorm False; a DeepSeek-V3 has True"),
-        ("deepseek-v3", {"num_experts": None}, "score_function 'softmax'; a DeepSeek-V3 has"),
+        ("deepseek-v3", {"num_experts": None}, "no num_experts; a DeepSeek-V3 has it"),
         ("deepseek-v3", {"q_lora_rank": None}, "the model has no q_lora_rank"),
         ("deepseek-v3", {"moe_router_enable_expert_bias": False},
          "moe_router_enable_expert_bias False; a DeepSeek-V3 has True"),
@@ -138,6 +138,20 @@ def test_a_model_that_does_not_fit(name, change, named):
     with pytest.raises(UserError, match=named):
         model = model_of(args, 100)
         family_of(model).to_config(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "named"),
+    [
+        ("mamba-2", "MM*M", r"hybrid_layer_pattern MM\*M; a Mamba-2 has only M"),
+        ("bamba", "M-M*M-M-", r"a Bamba has pairs of M or \* and -"),
+    ],
+)
+def test_a_hybrid_of_other_blocks(name, pattern, named):
+    config = config_of(name)
+    model = from_config(config).model | {"hybrid_layer_pattern": pattern}
+    with pytest.raises(UserError, match=named):
+        FAMILIES[config["architectures"][0]].to_config(model)
 
 
 @pytest.mark.parametrize("name", MODELS)

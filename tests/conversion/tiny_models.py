@@ -1,6 +1,7 @@
 """Tiny random models of transformers'."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -88,6 +89,11 @@ MODELS = {
     "mixtral": ("mixtral", MIXTRAL | {"rope_parameters": ROPE}),
     "gpt-2": ("gpt2", GPT2),
     "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "mamba-2": ("mamba2", {
+        "state_size": 16, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
+    "bamba": ("bamba", {
+        "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8,
+        "attn_layer_indices": [1, 2], "rms_norm_eps": 1e-5, "rope_parameters": ROPE}),
     "qwen3": ("qwen3", {"rope_parameters": ROPE}),
     "qwen3-moe": ("qwen3_moe", QWEN3_MOE | {"rope_parameters": ROPE}),
     "uniform qwen3-moe": ("qwen3_moe", QWEN3_MOE | {
@@ -134,6 +140,7 @@ MODELS = {
 """Types of models, and their entries beside ``SIZES``."""
 _GPT = SIZES.keys() - {"vocab_size"}
 _WITHOUT = {"gpt2": _GPT, "gpt_bigcode": _GPT, "stablelm": ("head_dim",),
+            "mamba2": _GPT - {"hidden_size", "num_hidden_layers", "head_dim"},
             "nemotron_h": ("num_hidden_layers", "rms_norm_eps")}  # fmt: skip
 """Entries of ``SIZES`` that a type has not."""
 
@@ -145,7 +152,8 @@ def make_model(name: str, **changes):
     model_type, entries = MODELS[name]
     entries = SIZES | DRAWN | entries | changes
     entries = {k: v for k, v in entries.items() if k not in _WITHOUT.get(model_type, ())}
-    config = AutoConfig.for_model(model_type, **entries)
+    # Some types of configurations add to the entries of rotary embeddings in place.
+    config = AutoConfig.for_model(model_type, **deepcopy(entries))
     model = AutoModelForCausalLM.from_config(config)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):

@@ -15,6 +15,7 @@ from megatron_lowbit.conversion.families.experts import (
     QWEN3_MOE,
 )
 from megatron_lowbit.conversion.families.gemma import GEMMA, GEMMA3
+from megatron_lowbit.conversion.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
 from megatron_lowbit.conversion.families.interleaved import ERNIE, GLM, GLM4, HELIUM
 from megatron_lowbit.conversion.families.layer_norms import (
     GPT2,
@@ -35,7 +36,6 @@ from megatron_lowbit.conversion.families.llamas import (
     SEED_OSS,
     SMOLLM3,
 )
-from megatron_lowbit.conversion.families.nemotron_h import NEMOTRON_H
 from megatron_lowbit.conversion.families.sigmoid_router import DOTS1, GLM4_MOE, SOLAR_OPEN
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
@@ -48,7 +48,7 @@ FAMILIES = {
         NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2,
         LLAMA_WITH_BIASES, MISTRAL, MINISTRAL, CWM, QWEN2, SEED_OSS, SMOLLM3, PHI3, ARCEE,
         GEMMA, GLM, GLM4, ERNIE, HELIUM, GPT_BIGCODE, STARCODER2, STABLELM, NEMOTRON, JAIS2,
-        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN,
+        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN, BAMBA, MAMBA2,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""
