@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lowbit.checkpoints.model_arguments import argument_file, model_of, saved_arguments
 from megatron_lowbit.conversion.families import FAMILIES, family_of, from_config
+from megatron_lowbit.conversion.families.refused import REFUSED
 from megatron_lowbit.errors import UserError
 
 SIZES = {
@@ -168,6 +169,19 @@ def test_a_model_of_another_family_than_its_source():
 def test_what_is_refused_is_named(config, change, named):
     with pytest.raises(UserError, match=named):
         from_config(SIZES | config | change)
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_an_architecture_that_is_refused(architecture):
+    """transformers has it, and the error names another one that is converted."""
+    import transformers
+
+    assert hasattr(transformers, architecture)
+    assert architecture not in FAMILIES
+    reason, nearest = REFUSED[architecture]
+    assert nearest in FAMILIES
+    with pytest.raises(UserError, match=f"{reason}.* is {nearest} .*conversion"):
+        from_config({"architectures": [architecture]})
 
 
 def test_layers_without_rope_are_counted_by_either_side():

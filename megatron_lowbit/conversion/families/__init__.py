@@ -36,6 +36,7 @@ from megatron_lowbit.conversion.families.llamas import (
     SEED_OSS,
     SMOLLM3,
 )
+from megatron_lowbit.conversion.families.refused import REFUSED
 from megatron_lowbit.conversion.families.sigmoid_router import DOTS1, GLM4_MOE, SOLAR_OPEN
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
@@ -52,14 +53,6 @@ FAMILIES = {
     )
 }  # fmt: skip
 """Families by architecture in config.json."""
-_NORMS = "normalizes queries and keys over all heads; Megatron-LM normalizes each head"
-_REFUSED = {
-    "GraniteForCausalLM": "has a residual_multiplier; Megatron-LM has none, and weights with a "
-    "factor such as 0.22 in them are not exact",
-    "Olmo2ForCausalLM": _NORMS,
-    "Olmo3ForCausalLM": _NORMS,
-}
-"""Reasons against well-known architectures that Megatron-LM 0.19.2 does not compute."""
 _MARKS = {
     ("hybrid_layer_pattern",): NEMOTRON_H,
     ("multi_latent_attention",): DEEPSEEK_V3,
@@ -82,9 +75,14 @@ def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
     """
     entries = Entries(config, file)
     names = entries.strings("architectures") or [entries.string("model_type", "none")]
+    if names[0] in REFUSED:
+        reason, nearest = REFUSED[names[0]]
+        raise UserError(
+            f"{file}: architecture {names[0]} {reason}. The nearest that is converted is {nearest} "
+            "(docs/conversion.md)"
+        )
     if names[0] not in FAMILIES:
-        reason = _REFUSED.get(names[0], f"is not one of {', '.join(FAMILIES)}")
-        raise UserError(f"{file}: architecture {names[0]} {reason}")
+        raise UserError(f"{file}: architecture {names[0]} is not one of {', '.join(FAMILIES)}")
     return FAMILIES[names[0]].from_config(config)
 
 
