@@ -282,6 +282,8 @@ def argument_file(family: str, model: Mapping[str, Any]) -> str:
         lines.append("--no-yarn-correction-range-round-to-int")
     if model.get("rope_type") == "rope":
         lines.append("--no-rope-fusion")  # Latent attention fuses YaRN only.
+    if "multi_latent_attention" in model and not model.get("q_lora_rank"):
+        lines.append("--transformer-impl local")  # Others normalize the input of queries twice.
     groups = model.pop("num_query_groups")
     if groups != model["num_attention_heads"]:
         lines.append(f"--group-query-attention --num-query-groups {groups}")

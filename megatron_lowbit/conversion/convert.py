@@ -68,7 +68,7 @@ def to_megatron(
     ignored = folder.leave_out(converted.ignored)
     rules = _with_names_of(folder, converted.rules)
     check_names(folder, rules)
-    if "num_experts" in converted.model:
+    if converted.model.keys() & {"num_experts", "multi_latent_attention"}:
         rules = [*rules, *_other_norms(rules)]
     chunks = [chunk for rule in rules for chunk in lazy_chunks(folder, rule)]
     chunks += extra_states(target for rule in rules for target in rule.targets)

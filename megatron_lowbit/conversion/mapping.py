@@ -154,6 +154,8 @@ def _has(model: Model, key: str) -> bool:
     """Return False for a tensor of an optional feature that a model does not use."""
     if key == HEAD:
         return bool(model["untie_embeddings_and_output_weights"])
+    if ".linear_q_" in key:
+        return ("linear_q_proj" in key) == (model.get("q_lora_rank") is None)
     if "linear_" in key and key.endswith(".bias"):
         with_qkv = "linear_qkv" in key and model.get("add_qkv_bias")
         return bool(model["add_bias_linear"] or with_qkv)
@@ -228,6 +230,7 @@ def _output_rows(model: Model) -> dict[str, int]:
         "expert_bias": size["num_experts"],
         # Multi-latent attention.
         "linear_q_down_proj": size["q_lora_rank"],
+        "linear_q_proj": heads * (size["qk_head_dim"] + size["qk_pos_emb_head_dim"]),
         "linear_q_up_proj": heads * (size["qk_head_dim"] + size["qk_pos_emb_head_dim"]),
         "linear_q_up_proj.layer_norm_weight": size["q_lora_rank"],
         "linear_kv_down_proj": size["kv_lora_rank"] + size["qk_pos_emb_head_dim"],

@@ -40,7 +40,11 @@ from megatron_lowbit.megatron.layers import local
 from megatron_lowbit.megatron.layers.experts import with_grouped_experts
 from megatron_lowbit.megatron.layers.hybrid import use_best_scan, use_local_stack
 from megatron_lowbit.megatron.layers.mxnorm import MXNormLayers, mxnorm_of, with_mxnorm
-from megatron_lowbit.megatron.layers.specs import change_specs, use_gemma_layers
+from megatron_lowbit.megatron.layers.specs import (
+    change_specs,
+    use_gemma_layers,
+    with_direct_queries,
+)
 from megatron_lowbit.megatron.layers.state import (
     LayerPlan,
     LayerState,
@@ -113,6 +117,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
             workarounds.use_zero_centered_norms()
         if args.num_experts is not None and args.add_bias_linear:
             model_config.pre_wrap_hooks.append(workarounds.train_biases_of_experts)
+        if args.multi_latent_attention and args.q_lora_rank is None:
+            change_specs(model_config, with_direct_queries)
     if args.multi_latent_attention:
         workarounds.use_local_latent_attention()
     if recipe is None:

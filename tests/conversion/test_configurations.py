@@ -50,7 +50,6 @@ def config_of(name: str) -> dict:
         ("qwen3-moe", {"num_local_experts": None}, "needs the entry 'num_experts'"),
         ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3-moe", {"attention_bias": True}, "attention_bias True"),
-        ("deepseek-v3", {"q_lora_rank": None}, "q_lora_rank None: must be a number"),
         ("deepseek-v3", {"num_key_value_heads": 2}, "num_key_value_heads 2: must be 4, all heads"),
         ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob False: Megatron-LM normalizes"),
         ("deepseek-v3", {"topk_group": 3}, r"topk_group 3: .*num_experts_per_tok // topk_group"),
@@ -107,8 +106,6 @@ def test_a_config_that_does_not_fit(name, change, named):
          "score_function 'sigmoid'; a Qwen3-MoE has 'softmax'"),
         ("qwen3-moe", {"qk_layernorm": False}, "moe_layer_freq .*; a Mixtral has 1"),
         ("deepseek-v3", {"qk_layernorm": False}, "qk_layernorm False; a DeepSeek-V3 has True"),
-        ("deepseek-v3", {"num_experts": None}, "no num_experts; a DeepSeek-V3 has it"),
-        ("deepseek-v3", {"q_lora_rank": None}, "the model has no q_lora_rank"),
         ("deepseek-v3", {"moe_router_enable_expert_bias": False},
          "moe_router_enable_expert_bias False; a DeepSeek-V3 has True"),
         ("deepseek-v3", {"moe_layer_freq": [1, 0, 1, 1]}, "has its dense layers first"),
@@ -209,6 +206,7 @@ def test_probabilities_of_the_router(normalized):
 
 
 OTHERS = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "num_hidden_layers": 4},
     "nemotron_h": {"layers_block_type": ["mlp", "linear_attention", "full_attention"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
               "norm_topk_prob": True, "num_hidden_layers": 4},

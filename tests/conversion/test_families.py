@@ -43,6 +43,7 @@ CASES = [
     ("stablelm", 1, 1, 1), ("nemotron", 1, 1, 1), ("nemotron", 2, 1, 1), ("nemotron", 1, 2, 1),
     ("jais-2", 1, 1, 1),
     ("mamba-2", 1, 1, 1), ("mamba-2", 2, 1, 1), ("bamba", 1, 1, 1), ("bamba", 1, 2, 1),
+    ("deepseek-v2", 1, 1, 1), ("deepseek-v2", 1, 2, 1), ("youtu", 1, 1, 1),
     ("qwen2-moe", 1, 1, 1), ("qwen2-moe", 2, 1, 1), ("qwen2-moe", 1, 1, 2),
     ("glm-4.5-moe", 1, 1, 1), ("glm-4.5-moe", 2, 1, 1), ("glm-4.5-moe", 1, 2, 1),
     ("dots.llm1", 1, 1, 1), ("dots.llm1", 1, 1, 2), ("solar-open", 1, 1, 1),

@@ -50,10 +50,12 @@ ROUTED = {
     "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
     "num_mtp_layers": 0, "routed_scaling_factor": 1.5,
 }  # fmt: skip
-# Two of four groups of experts are chosen for each token.
-DEEPSEEK_V3 = {
+LATENT = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 20, "kv_lora_rank": 16,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+# Two of four groups of experts are chosen for each token.
+DEEPSEEK_V3 = LATENT | {
     "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
     "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
     "num_mtp_layers": 0, "rope_parameters": YARN,
@@ -108,6 +110,10 @@ MODELS = {
                                      "rope_parameters": ROPE}),
     "solar-open": ("solar_open", ROUTED | {
         "first_k_dense_replace": 0, "rope_parameters": ROPE}),
+    "deepseek-v2": ("deepseek_v2", LATENT | ROUTED | {
+        "q_lora_rank": None, "norm_topk_prob": False,
+        "rope_parameters": YARN | {"factor": 4.0}}),
+    "youtu": ("youtu", LATENT | {"rope_parameters": ROPE}),
     "gpt-oss": ("gpt_oss", GPT_OSS),
     "gemma-3": ("gemma3_text", GEMMA3),
     "seed-oss": ("seed_oss", {"rope_parameters": ROPE}),

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.conversion.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_lowbit.conversion.families.dense import QWEN3
 from megatron_lowbit.conversion.families.experts import (
     GPT_OSS,
@@ -17,6 +16,7 @@ from megatron_lowbit.conversion.families.experts import (
 from megatron_lowbit.conversion.families.gemma import GEMMA, GEMMA3
 from megatron_lowbit.conversion.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
 from megatron_lowbit.conversion.families.interleaved import ERNIE, GLM, GLM4, HELIUM
+from megatron_lowbit.conversion.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from megatron_lowbit.conversion.families.layer_norms import (
     GPT2,
     GPT_BIGCODE,
@@ -49,7 +49,7 @@ FAMILIES = {
         NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2,
         LLAMA_WITH_BIASES, MISTRAL, MINISTRAL, CWM, QWEN2, SEED_OSS, SMOLLM3, PHI3, ARCEE,
         GEMMA, GLM, GLM4, ERNIE, HELIUM, GPT_BIGCODE, STARCODER2, STABLELM, NEMOTRON, JAIS2,
-        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN, BAMBA, MAMBA2,
+        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN, BAMBA, MAMBA2, DEEPSEEK_V2, YOUTU,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""

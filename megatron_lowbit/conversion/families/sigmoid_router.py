@@ -90,6 +90,13 @@ ROUTER_ENTRIES = {
 }
 
 
+def layers_with_experts(entries: Entries) -> dict[str, Any]:
+    """Return the argument for the layers with experts, all behind those with a dense MLP."""
+    layers = number_of_layers(entries)
+    dense = entries.integer("first_k_dense_replace", 0, minimum=0, maximum=layers)
+    return {"moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1}
+
+
 def router_arguments(entries: Entries) -> dict[str, Any]:
     """Return the layers with experts, and check that scores are normalized as in Megatron-LM."""
     normalized = entries.boolean("norm_topk_prob")
@@ -98,9 +105,7 @@ def router_arguments(entries: Entries) -> dict[str, Any]:
         f"{CONFIG}: norm_topk_prob {normalized}: Megatron-LM normalizes the scores of a token's "
         "experts if these are several",
     )
-    layers = number_of_layers(entries)
-    dense = entries.integer("first_k_dense_replace", 0, minimum=0, maximum=layers)
-    return {"moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1}
+    return layers_with_experts(entries)
 
 
 def router_entries(model: Model) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -111,6 +113,22 @@ class WindowRotaryAttention(SelfAttention):
         if self.window_rotary is not None and rotary_pos_emb is not None:
             rotary_pos_emb = self.window_rotary(rotary_pos_emb.shape[0])
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class DirectQueryAttention(MLASelfAttention):
+    """Latent attention without a latent of the queries, which then have no norm of their own."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        resolver = QKNormConfigResolver(self.config, submodules)
+        resolver.has_q_lora = True  # The norm that this adds is not built without a latent.
+        return resolver.resolve() | {"linear_q_proj": submodules.linear_q_proj}
+
+
+def with_direct_queries(spec: Any) -> Any:
+    """Return a spec of local layers whose latent attention may have no latent of the queries."""
+    if isinstance(spec, ModuleSpec) and spec.module is MLASelfAttention:
+        return dataclasses.replace(spec, module=DirectQueryAttention)
+    return change_parts(spec, with_direct_queries)
 
 
 def use_gemma_layers(model_config: Any, args: Namespace) -> None:

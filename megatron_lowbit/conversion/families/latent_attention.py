@@ -1,24 +1,25 @@
-"""DeepSeek-V3: multi-latent attention and the experts of ``sigmoid_router.py``.
+"""Multi-latent attention: DeepSeek-V2 and V3, and Youtu, which has no experts.
 
 Both sides have rotary dimensions in pairs and parts of heads in the same order.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.conversion.families.dense import LLAMA, OUTER
+from megatron_lowbit.conversion.families.dense import LLAMA, MLP
 from megatron_lowbit.conversion.families.experts import dense_or_experts
 from megatron_lowbit.conversion.families.rope import rope_entries, scaled_rope
 from megatron_lowbit.conversion.families.sigmoid_router import (
     ROUTED_EXPERTS,
     ROUTER_ARGUMENTS,
     ROUTER_ENTRIES,
+    layers_with_experts,
     router_arguments,
     router_entries,
 )
 from megatron_lowbit.conversion.family import (
     Entry,
-    Family,
     check_arguments,
     integer,
     query_groups,
@@ -43,26 +44,20 @@ _ATTENTION = {
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
     "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
 }
-_NO_QUERY_RANK = (
-    "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
-    "once more, which transformers does not"
-)
 
 
-def _query_rank(entries: Entries) -> int:
-    rank = entries.integer("q_lora_rank", 0, minimum=0)
-    require(rank > 0, f"{CONFIG}: q_lora_rank {rank or None}: {_NO_QUERY_RANK}")
-    return rank
+def _query_rank(entries: Entries) -> int | None:
+    return entries.integer("q_lora_rank", 0, minimum=0) or None
 
 
-def _more_arguments(entries: Entries) -> dict[str, Any]:
+def _latent_arguments(entries: Entries) -> dict[str, Any]:
     heads, groups = entries.integer("num_attention_heads"), query_groups(entries)
     require(groups == heads, f"{CONFIG}: num_key_value_heads {groups}: must be {heads}, all heads")
     return {
         "num_query_groups": heads,
         "kv_channels": entries.integer("v_head_dim", 128),  # Latent attention does not use it.
-        **router_arguments(entries),
         **_rope_scaling(entries),
     }
 
@@ -91,42 +86,57 @@ def _check_scales(subject: str, mscale: float, all_dimensions: float) -> None:
     )
 
 
-def _more_entries(model: Model) -> dict[str, Any]:
-    """Return entries that are made of several arguments, or that need a check."""
-    require("q_lora_rank" in model, f"the model has no q_lora_rank; it {_NO_QUERY_RANK}")
-    return {
-        **router_entries(model),
-        "rope_scaling": _rope_scaling_entry(model),
-    }
-
-
-def _rope_scaling_entry(model: Model) -> dict[str, Any] | None:
+def _rope_scaling_entry(model: Model) -> dict[str, Any]:
     if model["rope_type"] == "rope":
         check_arguments(model, DEEPSEEK_V3.name, {"rotary_scaling_factor": 1.0})
-        return None
+        return {"rope_scaling": None}
     mscale, all_dimensions = model["mscale"], model["mscale_all_dim"]
     _check_scales("the model has", mscale, all_dimensions)
     scales = {"mscale": mscale, "mscale_all_dim": all_dimensions} if all_dimensions else {}
-    return {"rope_type": "yarn", "factor": model["rotary_scaling_factor"], **_YARN, **scales}
+    yarn = {"rope_type": "yarn", "factor": model["rotary_scaling_factor"], **_YARN, **scales}
+    return {"rope_scaling": yarn}
 
 
-DEEPSEEK_V3 = Family(
-    name="DeepSeek-V3",
-    architecture="DeepseekV3ForCausalLM",
-    model_type="deepseek_v3",
+YOUTU = replace(
+    LLAMA,
+    name="Youtu",
+    architecture="YoutuForCausalLM",
+    model_type="youtu",
     arguments={
         **LLAMA.arguments,
         "position_embedding_type": "rope",
         "layernorm_epsilon": _EPSILON,
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        **ROUTER_ARGUMENTS,
     },
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": _EPSILON,
         "rope_interleave": True,
+    },
+    defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
+    entries={
+        **{name: entry for name, entry in LLAMA.entries.items() if name not in _OTHERS},
+        "q_lora_rank": Entry("q_lora_rank", _query_rank),
+        "kv_lora_rank": integer("kv_lora_rank", 512),
+        "qk_head_dim": integer("qk_nope_head_dim", 128),
+        "qk_pos_emb_head_dim": integer("qk_rope_head_dim", 64),
+        "v_head_dim": integer("v_head_dim", 128),
+    },
+    layers={**_ATTENTION, **MLP},
+    more_arguments=_latent_arguments,
+    more_entries=_rope_scaling_entry,
+)
+
+DEEPSEEK_V3 = replace(
+    YOUTU,
+    name="DeepSeek-V3",
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    arguments={**YOUTU.arguments, **ROUTER_ARGUMENTS},
+    fixed={
+        **YOUTU.fixed,
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -137,20 +147,45 @@ DEEPSEEK_V3 = Family(
         "n_group": 8,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
+        "q_lora_rank": 1536,
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     },
-    entries={
-        **{name: entry for name, entry in LLAMA.entries.items() if name not in _OTHERS},
-        "q_lora_rank": Entry("q_lora_rank", _query_rank),
-        "kv_lora_rank": integer("kv_lora_rank", 512),
-        "qk_head_dim": integer("qk_nope_head_dim", 128),
-        "qk_pos_emb_head_dim": integer("qk_rope_head_dim", 64),
-        "v_head_dim": integer("v_head_dim", 128),
-        **ROUTER_ENTRIES,
-    },
-    outer=OUTER,
+    entries={**YOUTU.entries, **ROUTER_ENTRIES},
     layers=dense_or_experts(_ATTENTION, ROUTED_EXPERTS),
-    more_arguments=_more_arguments,
-    more_entries=_more_entries,
+    more_arguments=lambda entries: {**_latent_arguments(entries), **router_arguments(entries)},
+    more_entries=lambda model: {**router_entries(model), **_rope_scaling_entry(model)},
+)
+
+DEEPSEEK_V2 = replace(
+    YOUTU,
+    name="DeepSeek-V2",
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    arguments={**YOUTU.arguments, "moe_router_pre_softmax": True},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": _EPSILON,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+    },
+    defaults={"moe_intermediate_size": 1407, "n_shared_experts": 2, "q_lora_rank": 1536},
+    entries={
+        **YOUTU.entries,
+        **{name: entry for name, entry in ROUTER_ENTRIES.items() if "group" not in name},
+    },
+    layers=dense_or_experts(
+        _ATTENTION,
+        {key: names for key, names in ROUTED_EXPERTS.items() if "expert_bias" not in key},
+    ),
+    more_arguments=lambda entries: {**_latent_arguments(entries), **layers_with_experts(entries)},
+    more_entries=lambda model: {
+        **router_entries(model),
+        **_rope_scaling_entry(model),
+        "norm_topk_prob": False,
+    },
 )
