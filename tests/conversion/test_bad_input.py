@@ -130,7 +130,10 @@ def test_a_checkpoint_of_another_shape_than_it_says(checkpoint):
     [
         ({"qk_l2_norm": True}, "qk_l2_norm True; conversion knows False"),
         ({"window_size": (128, 1)}, r"window_size \(128, 1\); a Mistral has 0 tokens ahead"),
-        ({"rotary_percent": 0.5}, r"rotary_percent 0\.5; a Llama has 1\.0"),
+        (
+            {"rotary_percent": 0.5, "add_bias_linear": True},
+            r"rotary_percent 0\.5; a Llama has 1\.0",
+        ),
         ({"num_layers": "x"}, "num_layers 'x': must be an integer from 1 to 1024"),
         ({"num_layers": 10**9}, "num_layers 1000000000: must be an integer from 1 to 1024"),
         (

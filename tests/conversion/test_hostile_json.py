@@ -75,7 +75,7 @@ def broken(source, tmp_path) -> Path:
         ({"quantization_config": {}}, "quant_method None is not one of"),
         (
             {"architectures": ["NoSuch"]},
-            "architecture NoSuch is not one of NemotronHForC",
+            "architecture NoSuch is not one of the .* docs/conversion.md lists them",
         ),
         ({"architectures": ["GPT2LMHeadModel"]}, "needs the entry 'n_embd'"),
         ({"attention_bias": True}, "attention_bias True with mlp_bias False"),

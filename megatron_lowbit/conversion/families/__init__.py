@@ -82,7 +82,10 @@ def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
             "(docs/conversion.md)"
         )
     if names[0] not in FAMILIES:
-        raise UserError(f"{file}: architecture {names[0]} is not one of {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{file}: architecture {names[0]} is not one of the {len(FAMILIES)} that are converted; "
+            "docs/conversion.md lists them"
+        )
     return FAMILIES[names[0]].from_config(config)
 
 
