@@ -5,10 +5,10 @@ of ranks wrote them.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,30 @@ class TensorSlice(NamedTuple):
         """Return offset and sizes in the tensor; ``shape`` is the slice's without leading axes."""
         ones, zeros = (1,) * len(self.indices), (0,) * len(shape)
         return (*self.indices, *zeros), (*ones, *shape)
+
+
+class TensorSource(Protocol):
+    """Tensors of Megatron-LM's model, in a checkpoint or in memory."""
+
+    @property
+    def path(self) -> Path | str:
+        """Name of the source in errors."""
+
+    @property
+    def histories(self) -> Mapping[str, Any]:
+        """Descriptions of the amax histories of delayed scaling by key."""
+
+    def dtype(self, target: TensorSlice) -> torch.dtype:
+        """Return the dtype of a tensor of the model."""
+
+    def shape(self, target: TensorSlice) -> tuple[int, ...]:
+        """Return the shape of a slice, without the leading axes."""
+
+    def read(self, target: TensorSlice) -> Tensor:
+        """Read a slice of a tensor of the model, of :meth:`shape`."""
+
+    def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Read a block of a tensor: ``sizes`` entries from ``offset`` on."""
 
 
 class CheckpointReader:

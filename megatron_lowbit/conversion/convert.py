@@ -21,7 +21,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
 from megatron_lowbit.checkpoints.reader import (
     EMBEDDING,
-    CheckpointReader,
+    TensorSource,
     open_checkpoint,
     other_name,
 )
@@ -29,6 +29,7 @@ from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, extra_states, 
 from megatron_lowbit.conversion import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
+from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_experts
 from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.conversion.quantized import (
@@ -37,6 +38,7 @@ from megatron_lowbit.conversion.quantized import (
     plan_quantization,
     quantized_tensors,
     recipe_digest,
+    recipe_of,
 )
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say
@@ -216,7 +218,8 @@ def to_hugging_face(
     config["torch_dtype"] = dtype or str(stored).removeprefix("torch.")
     plan = None
     if quantized is not None:
-        plan = plan_quantization(quantized, checkpoint, rules, model["num_layers"])
+        recipe, layout = recipe_of(quantized, checkpoint), LAYOUTS[quantized.layout]
+        plan = plan_quantization(recipe, layout, checkpoint, rules, model["num_layers"])
         quantized_names = [name for names in plan.weights for name in names]
         check_experts(quantized_names, config, plan.layout.name)
         config[QUANTIZATION] = plan.config
@@ -241,7 +244,7 @@ def to_hugging_face(
     return ConvertibleModel(family.name, model, rules)
 
 
-def lazy_tensors(tensors: CheckpointReader, rule: Rule, dtype: torch.dtype | None) -> LazyTensors:
+def lazy_tensors(tensors: TensorSource, rule: Rule, dtype: torch.dtype | None) -> LazyTensors:
     """Return Hugging Face's tensors of a checkpoint's, in this dtype or, if None, in theirs.
 
     Raises UserError where their shapes are not the model's.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.model_arguments import is_gated
-from megatron_lowbit.checkpoints.reader import EMBEDDING, CheckpointReader, TensorSlice
+from megatron_lowbit.checkpoints.reader import EMBEDDING, TensorSlice, TensorSource
 from megatron_lowbit.errors import UserError
 
 Model = Mapping[str, Any]
@@ -64,11 +64,11 @@ class Rule:
             joined = torch.cat(by_group, dim=1).flatten(0, 1)
         return joined.split(self.target_rows) if len(self.targets) > 1 else [joined]
 
-    def read(self, tensors: CheckpointReader) -> Tensor:
+    def read(self, tensors: TensorSource) -> Tensor:
         """Read the targets, concatenated by rows."""
         return self._join([tensors.read(target) for target in self.targets])
 
-    def outline(self, tensors: CheckpointReader) -> Tensor:
+    def outline(self, tensors: TensorSource) -> Tensor:
         """Return the tensor of :meth:`read`, on the ``meta`` device.
 
         Raises UserError where the shapes are not the model's.

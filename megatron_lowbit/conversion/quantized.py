@@ -17,9 +17,13 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors, write_json
-from megatron_lowbit.checkpoints.reader import HISTORIES, CheckpointReader, TensorSlice
+from megatron_lowbit.checkpoints.reader import (
+    HISTORIES,
+    CheckpointReader,
+    TensorSlice,
+    TensorSource,
+)
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.layout import Layout, Weight
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
@@ -67,16 +71,12 @@ class Quantization(NamedTuple):
 
 
 def plan_quantization(
-    wanted: QuantizedAs, checkpoint: CheckpointReader, rules: Sequence[Rule], num_layers: int
+    recipe: Recipe, layout: Layout, tensors: TensorSource, rules: Sequence[Rule], num_layers: int
 ) -> Quantization:
     """Plan the weights to quantize: fprop's under the recipe before any of its switches.
 
-    Raises UserError without a recipe, or where the layout cannot hold a weight with its bits.
+    Raises UserError where the layout cannot hold a weight with its bits.
     """
-    recipe = recipe_of(wanted, checkpoint)
-    if not wanted.recipes and (line := _changed_since(checkpoint)):
-        say(line)
-    layout = LAYOUTS[wanted.layout]
     weights: dict[tuple[str, ...], Weight] = {}
     modules: dict[str, Weight] = {}
     layers, unquantized = [], []
@@ -84,13 +84,13 @@ def plan_quantization(
         layer, weight = _layer(rule.targets[0], num_layers), None
         if layer is not None:
             layers.append(layer)
-            weight = _weight(recipe, layer, rule, checkpoint)
+            weight = weight_of(recipe.precision_for(layer).fprop, layer, rule, tensors)
         names = [name.removesuffix(".weight") for name in rule.names]
         if weight is not None:
-            _check(weight, layout, checkpoint.shape(rule.targets[0])[-1])
+            check_weight(weight, layout, tensors.shape(rule.targets[0])[-1])
             weights[rule.names] = weight
             modules |= dict.fromkeys(names, weight)
-        elif len(checkpoint.shape(rule.targets[0])) > 1:
+        elif len(tensors.shape(rule.targets[0])) > 1:
             unquantized += names
     recipe.check_matchers(layers)
     require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
@@ -122,7 +122,7 @@ def _nothing_quantized(recipe: Recipe, num_layers: int) -> str:
 def recipe_of(wanted: QuantizedAs, checkpoint: CheckpointReader) -> Recipe:
     """Load the recipe that is asked for, or else the one that a checkpoint was trained with.
 
-    Raises UserError where there is none.
+    A line says where that one has changed since. Raises UserError where there is none.
     """
     if wanted.recipes:
         return load_recipes(wanted.recipes, wanted.recipe_set)
@@ -130,6 +130,8 @@ def recipe_of(wanted: QuantizedAs, checkpoint: CheckpointReader) -> Recipe:
     require(not wanted.recipe_set, message)
     advice = "was not trained here with a recipe; name one by --recipe"
     require(len(checkpoint.recipes) > 0, f"{checkpoint.path}: {advice}")
+    if line := _changed_since(checkpoint):
+        say(line)
     # A checkpoint may come from others: it must not choose what code runs.
     with refuse_format_files(_FORMATS_ADVICE):
         if checkpoint.recipe_record is None:
@@ -160,7 +162,7 @@ def _changed_since(checkpoint: CheckpointReader) -> str | None:
     return changed and f"{names} has changed since training: now {changed}; {kept}"
 
 
-def quantized_tensors(tensors: CheckpointReader, weight: Weight, layout: Layout) -> LazyTensors:
+def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> LazyTensors:
     """Return a quantized weight's tensors in a layout, with the bits of the quantized whole."""
     rule = weight.rule
 
@@ -211,9 +213,10 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
     return Layer(f"{match[1]}{block}.{rest}", int(block), num_layers)
 
 
-def _weight(recipe: Recipe, layer: Layer, rule: Rule, tensors: CheckpointReader) -> Weight | None:
-    """Return the weight, if the recipe quantizes it in fprop."""
-    fprop = recipe.precision_for(layer).fprop
+def weight_of(
+    fprop: GemmPrecision, layer: Layer, rule: Rule, tensors: TensorSource
+) -> Weight | None:
+    """Return the weight of a layer, if fprop quantizes it."""
     if fprop.rhs is None:
         return None
     require(fprop.hadamard is None, _refusal(layer, "goes through a Hadamard transform"))
@@ -223,7 +226,7 @@ def _weight(recipe: Recipe, layer: Layer, rule: Rule, tensors: CheckpointReader)
     return Weight(layer, fprop.rhs, rule, amax, input_format, input_scale)
 
 
-def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: CheckpointReader) -> Tensor | None:
+def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: TensorSource) -> Tensor | None:
     """Return the amaxes of input and weight, FP32 (2,), that training's last steps give fprop.
 
     They are negative where too few steps are recorded; None without delayed scaling or history.
@@ -265,7 +268,7 @@ def _refusal(layer: Layer, why: str) -> str:
     return f"{layer.path}: its weight {why} in fprop, which no layout holds: export it without"
 
 
-def _check(weight: Weight, layout: Layout, columns: int) -> None:
+def check_weight(weight: Weight, layout: Layout, columns: int) -> None:
     """Raise UserError where the layout cannot hold this weight."""
     layer, format, rule = weight.layer, weight.format, weight.rule
     path, option, held = layer.path, f"--quantized {layout.name}", ", ".join(layout.formats)

@@ -19,7 +19,8 @@ class Weight(NamedTuple):
     """Weight (R, K) of a linear layer that is quantized, and the rule of its tensors.
 
     Attributes:
-        amax: of training's last steps, for the tensor scale; None for the weight's own.
+        amax: of training's last steps, or of the weights that share the tensor scale (FP32
+            scalar); None for the weight's own.
         input: format of the layer's input where it is served; None for high precision.
         input_scale: its tensor scale of training's last steps, FP32 scalar.
     """
@@ -27,7 +28,7 @@ class Weight(NamedTuple):
     layer: Layer
     quantizer: Quantizer
     rule: Rule
-    amax: DelayedAmax | None
+    amax: Tensor | DelayedAmax | None
     input: BlockFormat | None
     input_scale: Tensor | None
 

@@ -1,0 +1,152 @@
+"""Weights of a model in memory for a serving engine: the bits of training's forward pass."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_qat import MODEL, Run, layout_of
+from tiny_models import ROPE, config_of, make_model, weights
+
+from megatron_lowbit import LowbitLinear, convert, load_recipe
+from megatron_lowbit.conversion.convert import to_hugging_face
+from megatron_lowbit.conversion.live import quantization_config, quantized_weights
+from megatron_lowbit.conversion.megatron_model import loaded_model
+from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.pytorch import linear
+
+RECIPES = ("qat-nvfp4", "qat-mxfp4", "qat-mxfp8", "qat-fp8-blocks", "qat-int4-g32")
+TOKENS = torch.arange(3, 19)[None]
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def llama(dtype: torch.dtype):
+    """Return a Llama with weights in whole tiles and amaxes that differ."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}  # fmt: skip
+    model = make_model("llama", **sizes, initializer_range=0.1, rope_parameters=ROPE)
+    for name, parameter in model.named_parameters():
+        if "k_proj" in name or "gate_proj" in name:
+            parameter.data *= 0.3
+    return model.to(dtype)
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit codes (R, K) of bytes with the even column in the low half."""
+    packed = packed.contiguous().view(torch.uint8).long()
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+
+
+def by_groups(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (values.view(*scales.shape, -1) * scales[..., None]).flatten(1)
+
+
+def decoded(recipe: str, module: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a module's weight in FP32, as vLLM documents the layouts that it loads.
+
+    NVFP4: E2M1 times the E4M3 scale of 16, divided by the global scale. MX: elements times two to
+    the power of the scale's byte less 127. FP8 blocks: elements times the tile's inverse scale.
+    INT4: the code less 8, times the group's scale.
+    """
+    if recipe == "qat-fp8-blocks":
+        scales = module["weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return module["weight"].float() * scales
+    if recipe == "qat-mxfp8":
+        exponents = module["weight_scale"].view(torch.uint8).float() - 127
+        return by_groups(module["weight"].float(), torch.exp2(exponents))
+    codes = nibbles(module["weight_packed"])
+    if recipe == "qat-int4-g32":
+        return by_groups(codes.float() - 8, module["weight_scale"].float())
+    if recipe == "qat-mxfp4":
+        exponents = module["weight_scale"].view(torch.uint8).float() - 127
+        return by_groups(E2M1[codes], torch.exp2(exponents))
+    in_blocks = by_groups(E2M1[codes], module["weight_scale"].float())
+    return in_blocks * (1.0 / module["weight_global_scale"])
+
+
+def modules_of(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, end = name.rpartition(".")
+        modules.setdefault(module, {})[end] = tensor
+    return modules
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_serving_layer_computes_what_training_computed(recipe, dtype, monkeypatch):
+    monkeypatch.setattr(linear, "select_engine", lambda device: ReferenceEngine("tests"))
+    model = convert(llama(dtype), recipe)
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LowbitLinear):
+            module.register_forward_hook(
+                lambda _, inputs, output, name=name: seen.update({name: (inputs[0], output)})
+            )
+    model(TOKENS)
+    modules = modules_of(dict(quantized_weights(model, layout=layout_of(recipe))))
+    assert len(seen) == 14
+    for name, (x, output) in seen.items():
+        weight = decoded(recipe, modules[name])
+        assert not torch.equal(weight, model.get_parameter(f"{name}.weight").float())
+        assert torch.equal(F.linear(x.float(), weight).to(dtype), output), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_logits_of_weights_decoded_to_bf16_differ_by_their_rounding(recipe, monkeypatch):
+    """A serving engine may round decoded weights to BF16, as training in BF16 does not."""
+    monkeypatch.setattr(linear, "select_engine", lambda device: ReferenceEngine("tests"))
+    model = convert(llama(torch.bfloat16), recipe, eval_precision="recipe").eval()
+    modules = modules_of(dict(quantized_weights(model, layout=layout_of(recipe))))
+    served = llama(torch.bfloat16).eval()
+    with torch.no_grad():
+        for name, module in served.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                module.weight.copy_(decoded(recipe, modules[name]))
+        expected, plain = model(TOKENS).logits.float(), llama(torch.bfloat16)(TOKENS).logits
+        moved = (served(TOKENS).logits.float() - expected).norm() / expected.norm()
+        quantization = (plain.float() - expected).norm() / expected.norm()
+    print(recipe, f"{moved:.5f} {quantization:.5f}")
+    assert moved < 2**-6 and moved < quantization / 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_tensors_are_the_models(recipe):
+    model = convert(llama(torch.bfloat16), recipe)
+    tensors = dict(quantized_weights(model, layout=layout_of(recipe)))
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(tensors[name], model.get_parameter(name))
+    config = quantization_config(model, layout=layout_of(recipe))
+    assert "lm_head" in config.get("ignore", config.get("modules_to_not_convert"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_megatron_model_gives_the_tensors_of_its_export(recipe, tmp_path):
+    run = Run(tmp_path / "run", recipe)
+    wanted = QuantizedAs(layout_of(recipe))
+    to_hugging_face(run.checkpoint, tmp_path / "out", quantized=wanted)
+    exported = weights(tmp_path / "out")
+    arguments = [*map(str, MODEL), "--padded-vocab-size", "512", "--seq-length", "16",
+                 "--quantization-engine", "reference", "--ckpt-step", "3"]  # fmt: skip
+    parent = run.checkpoint.parent
+    with loaded_model(parent, arguments, load_recipe(recipe)) as model:
+        live = dict(quantized_weights(model, recipe, layout=wanted.layout))
+        config = quantization_config(model, recipe, layout=wanted.layout)
+    assert config == config_of(tmp_path / "out")["quantization_config"]
+    assert live.keys() == exported.keys()
+    for name, tensor in exported.items():
+        assert live[name].dtype == tensor.dtype
+        assert torch.equal(live[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_what_is_not_exported_is_refused():
+    with pytest.raises(UserError, match="no converted layer"):
+        dict(quantized_weights(llama(torch.float32)))
+    model = convert(llama(torch.float32), "qat-mxfp8")
+    with pytest.raises(UserError, match="fp8-blocks holds"):
+        dict(quantized_weights(model, layout="fp8-blocks"))
+    with pytest.raises(UserError, match="layout='gguf' is not one of"):
+        dict(quantized_weights(model, layout="gguf"))
+    with pytest.raises(UserError, match="recipe: the layers"):
+        dict(quantized_weights(model, "qat-mxfp8"))
