@@ -11,7 +11,7 @@ ORDER = (
     "errors", "lazy", "version", "command_line", "console", "folders", "json_files",
     "numerics", "kernels", "recipes", "layers", "pytorch", "collectives", "transformer_engine",
     "factories", "storage", "cpu_runtime", "arguments", "data", "analysis", "planning",
-    "megatron", "study", "checkpoints", "conversion", "commands",
+    "megatron", "study", "checkpoints", "conversion", "commands", "integrations",
 )  # fmt: skip
 
 

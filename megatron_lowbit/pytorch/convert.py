@@ -74,7 +74,7 @@ def convert(
     if isinstance(recipe, str | PathLike):
         recipe = load_recipe(recipe)
     require_type("recipe", recipe, Recipe, "a recipe or a recipe's name")
-    _check_recipe(recipe)
+    check_recipe(recipe)
     check_eval_precision(eval_precision)
     linears: list[tuple[Layer, nn.Linear]] = []
     others = []
@@ -86,7 +86,7 @@ def convert(
     layers = [layer for layer, _ in linears]
     require(bool(layers), _not_converted(recipe, others))
     recipe.check_matchers(layers)
-    _check_effect(recipe, layers)
+    check_effect(recipe, layers)
     precisions = _precision_of_each(linears, recipe)
     for module, precision in precisions.items():
         _set_precision(module, precision, eval_precision)
@@ -97,7 +97,8 @@ def convert(
     return model
 
 
-def _check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
+    """Raise UserError for a recipe that layers without state or a schedule cannot follow."""
     require(
         not recipe.switches,
         f"recipe {recipe.name} has switches, and convert knows no progress of a run: call "
@@ -156,7 +157,8 @@ def _precision_of_each(
     return {module: recipe.precision_for(layer) for module, layer in first.items()}
 
 
-def _check_effect(recipe: Recipe, layers: Sequence[Layer]) -> None:
+def check_effect(recipe: Recipe, layers: Sequence[Layer]) -> None:
+    """Raise UserError for a recipe that quantizes, but none of these layers."""
     intended = any(precision.quantized for precision in recipe.precisions())
     quantized = any(recipe.precision_for(layer).quantized for layer in layers)
     deciding = ", ".join(sorted({recipe.matcher_names(layer) for layer in layers}))

@@ -1,0 +1,1 @@
+"""Recipes in other training frameworks: one file each, which nothing else imports."""
