@@ -1,6 +1,7 @@
 """Factory of quantizers that Megatron-LM's own scripts import by name."""
 
 import sys
+from argparse import Namespace
 from collections import Counter
 from typing import Any
 
@@ -28,8 +29,8 @@ class NamedFactory(Factory):
     Torch's CPU generator would not do: it is the same on all data-parallel ranks, and the data
     loader of the first tensor-parallel rank draws from it. Calls of a layer are counted from each
     iteration's first, so that a resumed run draws what the whole run does. Recomputation counts as
-    another call, whose numbers the backward pass takes. Without Megatron-LM's arguments the
-    numbers are :class:`Factory`'s.
+    another call, whose numbers the backward pass takes. Without Megatron-LM's arguments, and
+    without :func:`announce_step`, the numbers are :class:`Factory`'s.
     """
 
     def __init__(self, name: str, precision: LinearPrecision, engine: Engine) -> None:
@@ -71,6 +72,18 @@ class NamedFactory(Factory):
         return layer_key(microbatch_key(args.seed, iteration, number, context), place)
 
 
+_announced: Namespace | None = None
+"""Seed and iteration of a run without Megatron-LM's arguments."""
+
+
+def announce_step(seed: int, iteration: int) -> None:
+    """Tell the factories the step that begins, in a run without Megatron-LM's arguments."""
+    global _announced
+    _announced = Namespace(seed=seed, curr_iteration=iteration)
+
+
 def _arguments() -> Any:
-    """Return the arguments of Megatron-LM's script; None outside of one."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    """Return the arguments of Megatron-LM's script, or what was announced; None without both."""
+    return _announced or getattr(
+        sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None
+    )
