@@ -83,8 +83,8 @@ def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
         )
     if names[0] not in FAMILIES:
         raise UserError(
-            f"{file}: architecture {names[0]} is not one of the {len(FAMILIES)} that are converted; "
-            "docs/conversion.md lists them"
+            f"{file}: architecture {names[0]} is not one of the {len(FAMILIES)} that are "
+            "converted; docs/conversion.md lists them"
         )
     return FAMILIES[names[0]].from_config(config)
 
