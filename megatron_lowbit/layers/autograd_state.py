@@ -1,6 +1,7 @@
 """Operands as tensors, which autograd saves, and a description that restores them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -91,18 +92,25 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 _has_autocast = cache(torch.amp.is_autocast_available)
 
 
+@contextmanager
+def autocast_off(device: torch.device) -> Iterator[None]:
+    """Disable autocast on a device, which would round what a GEMM in FP32 multiplies to 16 bits."""
+    if autocast_dtype(device) is None:
+        yield
+    else:
+        with torch.autocast(device.type, enabled=False):
+            yield
+
+
 def without_autocast(function: _Function) -> _Function:
     """Disable autocast in the ``forward`` or ``backward`` of an autograd function.
 
-    Autocast would round to 16 bits what a GEMM in FP32 multiplies. The device is the
-    device of the first argument after the context.
+    The device is the device of the first argument after the context.
     """
 
     @wraps(function)
     def call(ctx: Any, tensor: Tensor, *rest: Any) -> Any:
-        if autocast_dtype(tensor.device) is None:
-            return function(ctx, tensor, *rest)
-        with torch.autocast(tensor.device.type, enabled=False):
+        with autocast_off(tensor.device):
             return function(ctx, tensor, *rest)
 
     return call  # type: ignore[return-value]

@@ -172,9 +172,9 @@ def check_effect(recipe: Recipe, layers: Sequence[Layer]) -> None:
 def _set_precision(module: Any, precision: LinearPrecision, eval_precision: EvalPrecision) -> None:
     if precision.quantized:
         module.__class__ = LowbitLinear
-        module.precision, module.eval_precision = precision, eval_precision
+        module.set_precision(precision, eval_precision)
     elif isinstance(module, LowbitLinear):
-        for name in ("precision", "eval_precision", "scaled_with"):
+        for name in ("precision", "eval_precision", "number", "scaled_with"):
             vars(module).pop(name, None)
         module.__class__ = nn.Linear  # type: ignore[assignment]
     for name in _FORWARDS:

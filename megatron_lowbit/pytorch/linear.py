@@ -1,18 +1,16 @@
 """A linear layer of a plain PyTorch model in a recipe's precision."""
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lowbit.errors import require, require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.layers.autograd_state import autocast_dtype, eager
-from megatron_lowbit.layers.context import draw_key
+from megatron_lowbit.layers.autograd_state import autocast_dtype
+from megatron_lowbit.layers.compiled import call_key, compiled_linear, number_of
 from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
 
 EvalPrecision = Literal["bf16", "recipe"]
@@ -39,6 +37,8 @@ class LowbitLinear(nn.Linear):
     eval_precision: EvalPrecision
     scaled_with: tuple[nn.Linear, ...] = ()
     """Modules whose weights share this weight's tensor scale; a tuple registers no submodule."""
+    number: int
+    """Number of the precision in this process, for ``torch.compile``."""
 
     def __init__(
         self,
@@ -52,9 +52,20 @@ class LowbitLinear(nn.Linear):
         eval_precision: EvalPrecision = "bf16",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.precision, self.eval_precision = load_precision(precision), eval_precision
-        check_precision(self.precision)
+        precision = load_precision(precision)
+        check_precision(precision)
         check_eval_precision(eval_precision)
+        self.set_precision(precision, eval_precision)
+
+    def set_precision(self, precision: LinearPrecision, eval_precision: EvalPrecision) -> None:
+        """Compute in a precision from now on."""
+        self.precision, self.eval_precision = precision, eval_precision
+        self.number = number_of(precision)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, or a module that another process has pickled, under its number here."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.number = number_of(self.precision)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``.
@@ -71,8 +82,45 @@ class LowbitLinear(nn.Linear):
             TypeError: the input is no tensor.
         """
         if self.training or self.eval_precision == "recipe":
-            return _product(input, self.weight, self.bias, self.precision, self.scaled_with)
+            return self._product(input)
         return super().forward(input)
+
+    def _product(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        require_type("the input of LowbitLinear", x, Tensor, "a tensor")
+        require(
+            type(weight) in (nn.Parameter, Tensor),
+            f"LowbitLinear: the weight is a {type(weight).__name__} in the forward pass; plain "
+            "tensors are supported, and fully_shard, which gathers them, but no tensor parallelism",
+        )
+        others = [module.weight.detach() for module in self.scaled_with]
+        for other in others:
+            require(
+                type(other) is Tensor and other.device == weight.device,
+                f"LowbitLinear: a weight that shares this one's tensor scale is a "
+                f"{type(other).__name__} on {other.device} in the forward pass; give fully_shard "
+                "the block with both layers, and keep both on one device",
+            )
+        if x.numel() == 0:
+            # An expert without tokens has nothing to quantize.
+            return F.linear(x, weight, bias)
+        dtype = autocast_dtype(x.device)
+        if dtype is not None:
+            x, weight = x.to(dtype), weight.to(dtype)
+            others = [other.to(dtype) for other in others]
+            bias = None if bias is None else bias.to(dtype)
+        require(
+            x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16),
+            f"LowbitLinear: input {x.dtype}, weight {weight.dtype}; both must be float32 or "
+            "bfloat16",
+        )
+        if torch.compiler.is_compiling():
+            random = self.precision.stochastic
+            return compiled_linear(x, weight, bias, others, self.number, random)
+        key, engine = call_key(self.precision), select_engine(x.device)
+        context = LinearContext(self.precision, engine, key, scaled_with=others)
+        return lowbit_linear(x, weight, context, bias)
 
     def extra_repr(self) -> str:
         """Describe the precision of each GEMM after the sizes."""
@@ -94,45 +142,3 @@ def check_precision(precision: LinearPrecision) -> None:
         "nn.Linear has no place; formats that are scaled by the tensor itself are supported, such "
         "as in the recipes fp8-tensorwise, fp8-tile, mxfp8 and nvfp4",
     )
-
-
-@eager  # The key is another one in every call.
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    precision: LinearPrecision,
-    scaled_with: Sequence[nn.Linear],
-) -> Tensor:
-    require_type("the input of LowbitLinear", x, Tensor, "a tensor")
-    require(
-        type(weight) in (nn.Parameter, Tensor),
-        f"LowbitLinear: the weight is a {type(weight).__name__} in the forward pass; plain tensors "
-        "are supported, and fully_shard, which gathers them, but no tensor parallelism",
-    )
-    others = [module.weight.detach() for module in scaled_with]
-    for other in others:
-        require(
-            type(other) is Tensor and other.device == weight.device,
-            f"LowbitLinear: a weight that shares this one's tensor scale is a "
-            f"{type(other).__name__} on {other.device} in the forward pass; give fully_shard the "
-            "block with both layers, and keep both on one device",
-        )
-    if x.numel() == 0:
-        # An expert without tokens has nothing to quantize.
-        return F.linear(x, weight, bias)
-    dtype = autocast_dtype(x.device)
-    if dtype is not None:
-        x, weight = x.to(dtype), weight.to(dtype)
-        others = [other.to(dtype) for other in others]
-        bias = None if bias is None else bias.to(dtype)
-    require(
-        x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16),
-        f"LowbitLinear: input {x.dtype}, weight {weight.dtype}; both must be float32 or bfloat16",
-    )
-    key = draw_key(precision)
-    if dist.is_available() and dist.is_initialized():
-        # Launchers seed all ranks alike: they would round different tokens by the same bits.
-        key ^= dist.get_rank()
-    context = LinearContext(precision, select_engine(x.device), key, scaled_with=others)
-    return lowbit_linear(x, weight, context, bias)

@@ -77,13 +77,13 @@ def train_alone(recipe: str):
     losses: list[list[torch.Tensor]] = [[], []]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "select_engine", linear.select_engine)  # to restore it
-        patch.setattr(linear.dist, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
         model, optimizer_of = converted(recipe)
         optimizer = optimizer_of(model.parameters())
         for step in range(STEPS):
             optimizer.zero_grad()
             for rank in range(RANKS):
-                patch.setattr(linear.dist, "get_rank", lambda rank=rank: rank)
+                patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
                 torch.manual_seed(step)
                 loss = loss_of(model, batch(RANKS * step + rank))
                 loss.backward()
