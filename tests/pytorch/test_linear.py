@@ -12,7 +12,6 @@ from megatron_lowbit import LowbitLinear, convert, load_recipe, lowbit_linear, q
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext
-from megatron_lowbit.pytorch import linear
 
 FP8 = load_recipe("fp8-tile").configs["fp8"]
 NVFP4 = load_recipe("nvfp4").configs["nvfp4"]
