@@ -4,12 +4,10 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.arguments import parse
 from megatron_lowbit.megatron import pretrain
 
 # isort: split
@@ -69,11 +67,7 @@ def fork_results_queue() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_runs() -> Iterator[None]:
-    """Shorten the runs of this process, in folders whose conftest.py imports this fixture.
-
-    They share the parser of whole command lines, which takes a tenth of a tiny run to build.
-    """
+    """Shorten the runs of this process, in folders whose conftest.py imports this fixture."""
     fork_results_queue()
-    with without_pictures(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parse, "front_parser", cache(parse.front_parser))
+    with without_pictures():
         yield

@@ -12,6 +12,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import cache
 
 from megatron_lowbit.arguments.cpu import needs_one_connection
 from megatron_lowbit.arguments.parse import REFUSALS, environment, in_one_line
@@ -22,6 +23,7 @@ from megatron_lowbit.arguments.parser import (
 )
 from megatron_lowbit.arguments.precision import Machine, translate_precision
 from megatron_lowbit.arguments.values import check_values
+from megatron_lowbit.command_line import CommandParser
 from megatron_lowbit.errors import UserError, require
 
 # isort: split
@@ -29,6 +31,14 @@ from megatron.training.arguments import add_megatron_arguments, validate_args
 
 _RECIPES = Machine(capability=None, transformer_engine=False)
 """A machine without the FP8 of Megatron-LM, whose precision arguments are planned as recipes."""
+
+
+@cache
+def _parsers() -> tuple[CommandParser, argparse.ArgumentParser]:
+    """Return the parsers of whole command lines and of what Megatron-LM takes of them."""
+    upstream = argparse.ArgumentParser(allow_abbrev=False)
+    add_recipe_arguments(add_megatron_arguments(upstream))
+    return front_parser(), upstream
 
 
 class TrainingArguments:
@@ -47,7 +57,7 @@ class TrainingArguments:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        parser = front_parser()
+        parser, self._parser = _parsers()
         args, self._command_line = read_command_line(parser, words)
         check_values(parser, args, self._command_line)
         self.words, self.flags = words, args
@@ -69,8 +79,6 @@ class TrainingArguments:
                 self._command_line.add(flag, *values)
                 self.added += [flag, *values]
         translate_precision(args, self._command_line, _RECIPES, default=("bf16",))
-        self._parser = argparse.ArgumentParser(allow_abbrev=False)
-        add_recipe_arguments(add_megatron_arguments(self._parser))
 
     @property
     def tokens(self) -> int | None:

@@ -131,18 +131,25 @@ def overridden(layer: MoELayer) -> set[str]:
     return OVERRIDDEN & vars(layer.token_dispatcher).keys()
 
 
-def results(layer: MoELayer, forward=None) -> dict[str, torch.Tensor]:
-    """Return output, gradient of the input and gradients of all parameters of a training pass.
-
-    ``forward``: in place of the layer's own.
-    """
+def forward(
+    layer: MoELayer, draws: torch.Generator, function=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return input and output of a new step's forward pass, by a function or the layer's own."""
     for state in layer_states([layer]):
         state.forget_weight()
-    layer.zero_grad()
-    draws = torch.Generator().manual_seed(3)
     x = torch.randn(16, 2, 32, generator=draws).to(layer.config.params_dtype).requires_grad_()
     set_microbatch_key(1, 2, 3)
-    y = forward(x) if forward else layer(x)[0]
+    return x, function(x) if function else layer(x)[0]
+
+
+def results(layer: MoELayer, function=None) -> dict[str, torch.Tensor]:
+    """Return output, gradient of the input and gradients of all parameters of a training pass.
+
+    ``function``: in place of the layer's own forward pass.
+    """
+    layer.zero_grad()
+    draws = torch.Generator().manual_seed(3)
+    x, y = forward(layer, draws, function)
     y.backward(torch.randn(y.shape, generator=draws).to(y.dtype))
     gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **gradients}
@@ -228,7 +235,7 @@ def test_tokens_of_other_passes_are_permuted(gathered):
                 patch.setattr(owner, name, value)
                 assert not expert_counts._takes_tokens(layer, training=True)
         feature.begin_step(1, training=False)
-        layer(torch.ones(16, 2, 32, dtype=torch.bfloat16))
+        forward(layer, torch.Generator().manual_seed(3))
         assert not gathered
 
 
@@ -243,7 +250,7 @@ def test_experts_need_no_more_than_a_graph_of_the_router_returns(model, gathered
         install(layer)
         dispatcher = layer.token_dispatcher
 
-        def forward(x):
+        def in_graphs(x):
             layer.fwd_execution_map = "route"
             hidden, probs, shared = layer(x, intermediate_tensors=())
             kept = {name: getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs}
@@ -257,7 +264,7 @@ def test_experts_need_no_more_than_a_graph_of_the_router_returns(model, gathered
             layer.fwd_execution_map = "postprocess"
             return layer(None, intermediate_tensors=(output, shared))
 
-        check_same(results(layer, forward), expected)
+        check_same(results(layer, in_graphs), expected)
         assert bool(gathered) is (model in BY_KERNELS)
 
 
