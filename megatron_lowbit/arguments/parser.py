@@ -107,13 +107,16 @@ class DryRunArguments:
 
 @dataclass
 class LayerArguments:
-    """Parts of layers that Megatron-LM lacks, as Gemma 3 has them, or has no argument for."""
+    """Parts of layers that Megatron-LM lacks, as in Gemma 3 and Granite, or has no argument for."""
 
     geglu: bool = False
     """gate MLPs by the tanh approximation of GELU"""
 
     sandwich_norm: bool = False
     """normalize what attention and MLP add to the residual"""
+
+    residual_multiplier: float = 1.0
+    """factor of what attention and MLP add to the residual"""
 
     window_rotary_base: int | None = None
     """base of rotary embeddings in layers with --window-size (default: --rotary-base, as in the

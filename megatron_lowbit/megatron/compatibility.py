@@ -198,10 +198,14 @@ def schedules(args: Namespace) -> Rows:
 
 
 def gemma_layers(args: Namespace) -> Rows:
-    """Return models that exclude the parts of Gemma 3's layers."""
+    """Return models that exclude the parts of Gemma 3's and Granite's layers."""
     other = args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu)
     rows: Rows = {"--geglu: the model has another activation already; give one of them": other}
-    if args.sandwich_norm or args.window_rotary_base:
+    is_scaled = args.residual_multiplier != 1
+    rows["--residual-multiplier does not go with --sandwich-norm"] = (
+        is_scaled and args.sandwich_norm
+    )
+    if args.sandwich_norm or args.window_rotary_base or is_scaled:
         excluded = {
             "--transformer-impl transformer_engine": args.transformer_impl != "local",
             "--mxnorm": args.mxnorm,
@@ -210,7 +214,7 @@ def gemma_layers(args: Namespace) -> Rows:
             "--context-parallel-size above 1": args.context_parallel_size > 1,
         }
         rows |= {
-            f"--sandwich-norm and --window-rotary-base do not go with {flag}": given
+            f"--sandwich-norm, --residual-multiplier, --window-rotary-base exclude {flag}": given
             for flag, given in excluded.items()
         }
         rows["--window-rotary-base needs --position-embedding-type rope"] = (

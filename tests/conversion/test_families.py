@@ -37,6 +37,7 @@ CASES = [
     ("linear llama", 1, 1, 1), ("yarn qwen2", 1, 1, 1),
     ("qwen2", 1, 1, 1), ("qwen2", 2, 1, 1), ("qwen2", 1, 2, 1),
     ("ministral", 1, 1, 1), ("cwm", 1, 1, 1), ("arcee", 1, 1, 1), ("gemma", 1, 1, 1),
+    ("granite", 1, 1, 1), ("granite", 2, 1, 1),
     ("glm", 1, 1, 1), ("glm", 2, 1, 1), ("glm-4", 1, 1, 1), ("glm-4", 2, 1, 1),
     ("ernie-4.5", 1, 1, 1), ("helium", 1, 1, 1),
     ("gpt-bigcode", 1, 1, 1), ("starcoder2", 1, 1, 1), ("starcoder2", 2, 1, 1),
@@ -102,7 +103,8 @@ def test_there_and_back(name, sources, tmp_path):
     "name",
     ["llama with biases", "linear llama", "yarn qwen2", "mistral", "mistral without windows",
      "seed-oss", "smollm3", "phi-3", "ministral", "cwm", "arcee", "gemma", "glm", "glm-4",
-     "ernie-4.5", "helium", "gpt-bigcode", "starcoder2", "stablelm", "nemotron", "jais-2"],
+     "granite", "ernie-4.5", "helium", "gpt-bigcode", "starcoder2", "stablelm", "nemotron",
+     "jais-2"],
 )  # fmt: skip
 def test_an_export_computes_the_same_in_transformers(name, sources, tmp_path):
     """By the exported config.json, whose entries have other names than transformers' own."""

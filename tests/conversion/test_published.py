@@ -94,6 +94,12 @@ PUBLISHED = {
         " --yarn-original-max-position-embeddings=32768 --yarn-beta-fast=32.0",
         "--rotary-seq-len-interpolation-factor",
     ),
+    "granite-3.3-8b": (
+        GRANITE,
+        "--use-mup --mup-embedding-mult=12.0 --mup-attn-scale-power=0.0 --residual-multiplier=0.22"
+        " --mup-base-head-dim=6.103515625e-05 --mup-output-mult=0.0625",
+        "--untie-embeddings-and-output-weights",
+    ),
     "granite-3b-code": (GRANITE_CODE, "--swiglu --norm-epsilon=1e-05", "--disable-bias-linear"),
     "deepseek-coder-6.7b": (
         DEEPSEEK_CODER,
@@ -161,7 +167,6 @@ def test_a_model_of_another_family_than_its_source():
         (QWEN_2, {"rope_scaling": YARN | {"attention_factor": 1.1}}, "attention_factor: Megatron"),
         (QWEN_2, {"rope_scaling": LINEAR | {"factor": 1.5}}, "factor 1.5: .* is an integer"),
         (GRANITE_CODE, {"mlp_bias": False}, "attention_bias True with mlp_bias False: Megatron-LM"),
-        (GRANITE, {}, "GraniteForCausalLM has a residual_multiplier; Megatron-LM has none"),
         (OLMO_2, {}, "Olmo2ForCausalLM normalizes queries and keys over all heads"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window 0: must be an integer from 1"),
     ],

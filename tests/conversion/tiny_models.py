@@ -126,6 +126,9 @@ MODELS = {
     "ministral": ("ministral", {
         "sliding_window": 6, "layer_types": GEMMA3["layer_types"], "rope_parameters": ROPE}),
     "cwm": ("cwm", {"sliding_window": 6, "rope_parameters": LLAMA3}),
+    "granite": ("granite", {
+        "attention_multiplier": 0.21, "embedding_multiplier": 5.3, "logits_scaling": 7.0,
+        "residual_multiplier": 0.22, "rope_parameters": ROPE}),
     "arcee": ("arcee", {"rope_parameters": ROPE}),
     "gemma": ("gemma", {"rope_parameters": ROPE, "pad_token_id": None}),
     "glm": ("glm", {"rope_parameters": PARTIAL, "pad_token_id": None}),

@@ -14,6 +14,7 @@ from megatron_lowbit.conversion.families.experts import (
     QWEN3_MOE,
 )
 from megatron_lowbit.conversion.families.gemma import GEMMA, GEMMA3
+from megatron_lowbit.conversion.families.granite import GRANITE
 from megatron_lowbit.conversion.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
 from megatron_lowbit.conversion.families.interleaved import ERNIE, GLM, GLM4, HELIUM
 from megatron_lowbit.conversion.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
@@ -49,7 +50,7 @@ FAMILIES = {
         NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2,
         LLAMA_WITH_BIASES, MISTRAL, MINISTRAL, CWM, QWEN2, SEED_OSS, SMOLLM3, PHI3, ARCEE,
         GEMMA, GLM, GLM4, ERNIE, HELIUM, GPT_BIGCODE, STARCODER2, STABLELM, NEMOTRON, JAIS2,
-        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN, BAMBA, MAMBA2, DEEPSEEK_V2, YOUTU,
+        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN, BAMBA, MAMBA2, DEEPSEEK_V2, YOUTU, GRANITE,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""

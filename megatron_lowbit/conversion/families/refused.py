@@ -14,10 +14,6 @@ _LLAMA, _MIXTRAL = "LlamaForCausalLM", "MixtralForCausalLM"
 _QWEN3, _QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 _GPT2 = "GPT2LMHeadModel"
 _ALIBI = "has ALiBi instead of position embeddings"
-_MULTIPLIER = (
-    "has a residual_multiplier; Megatron-LM has none, and weights with a factor such as 0.22 in "
-    "them are not exact"
-)
 _MAMBA1 = "has Mamba-1 blocks; Megatron-LM has Mamba-2 blocks"
 _NORMS = "normalizes queries and keys over all heads; Megatron-LM normalizes each head"
 _LATER_NORMS = "normalizes queries and keys after the rotary embeddings; Megatron-LM does before"
@@ -45,9 +41,13 @@ REFUSED = {
     "Gemma2ForCausalLM": Refused(
         "caps the scores of attention and the logits; Megatron-LM caps neither", "GemmaForCausalLM"
     ),
-    "GraniteForCausalLM": Refused(_MULTIPLIER, _LLAMA),
-    "GraniteMoeForCausalLM": Refused(_MULTIPLIER, _MIXTRAL),
-    "GraniteMoeHybridForCausalLM": Refused(_MULTIPLIER, "BambaForCausalLM"),
+    "GraniteMoeForCausalLM": Refused(
+        "stores the experts of a layer in one tensor, which is not separated", "GraniteForCausalLM"
+    ),
+    "GraniteMoeHybridForCausalLM": Refused(
+        "has a residual_multiplier, which neither Megatron-LM's hybrids nor this project's have",
+        "BambaForCausalLM",
+    ),
     "HunYuanDenseV1ForCausalLM": Refused(_LATER_NORMS, _QWEN3),
     "HunYuanMoEV1ForCausalLM": Refused(_LATER_NORMS, _QWEN3_MOE),
     "JambaForCausalLM": Refused(_MAMBA1, "BambaForCausalLM"),

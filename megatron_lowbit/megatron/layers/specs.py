@@ -4,7 +4,7 @@ Source of the parts: "Gemma 3 Technical Report" (arXiv 2503.19786), section 2, a
 Gemma3. They are a norm of what attention and MLP add to the residual, rotary embeddings of another
 base in layers with a sliding window, and an MLP gated by the tanh approximation of GELU. Scaled
 embeddings are megatron-core's ``--mup-embedding-mult``, gains of 1 + w its
-``--apply-layernorm-1p``.
+``--apply-layernorm-1p``. Granite multiplies what attention and MLP add by a constant.
 """
 
 import dataclasses
@@ -62,12 +62,12 @@ def change_parts(spec: Any, change: Change) -> Any:
     return spec
 
 
-class NormAndAdd(torch.nn.Module):
-    """Norm of a part's output before it is added to the residual, in place of ``bda``."""
+class ChangeAndAdd(torch.nn.Module):
+    """Change of a part's output before it is added to the residual, in place of ``bda``."""
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.post_layernorm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+    def change(self, output: Tensor) -> Tensor:
+        """Return the change of an output (sequence, batch, hidden)."""
+        raise NotImplementedError
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """Return the function that adds, as megatron-core's functions do."""
@@ -81,8 +81,33 @@ class NormAndAdd(torch.nn.Module):
         dropout: float,
     ) -> Tensor:
         output, bias = output_and_bias
-        normalized = self.post_layernorm(output if bias is None else output + bias)
-        return residual + torch.nn.functional.dropout(normalized, dropout, training)
+        changed = self.change(output if bias is None else output + bias)
+        return residual + torch.nn.functional.dropout(changed, dropout, training)
+
+
+class NormAndAdd(ChangeAndAdd):
+    """Norm of a part's output, as in Gemma 3."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.post_layernorm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def change(self, output: Tensor) -> Tensor:
+        """Normalize an output."""
+        normalized: Tensor = self.post_layernorm(output)
+        return normalized
+
+
+class ScaleAndAdd(ChangeAndAdd):
+    """Factor of a part's output, as in Granite."""
+
+    def __init__(self, multiplier: float) -> None:
+        super().__init__()
+        self.multiplier = multiplier
+
+    def change(self, output: Tensor) -> Tensor:
+        """Multiply an output."""
+        return output * self.multiplier
 
 
 class WindowRotaryAttention(SelfAttention):
@@ -137,7 +162,7 @@ def use_gemma_layers(model_config: Any, args: Namespace) -> None:
         transformer = model_config.transformer
         transformer.activation_func, transformer.gated_linear_unit = openai_gelu, True
         transformer.bias_activation_fusion = False
-    if args.sandwich_norm or args.window_rotary_base:
+    if args.sandwich_norm or args.window_rotary_base or args.residual_multiplier != 1:
         change_specs(model_config, partial(_with_gemma_parts, model_config.transformer, args))
 
 
@@ -147,6 +172,9 @@ def _with_gemma_parts(config: TransformerConfig, args: Namespace, spec: Any) -> 
     changes: dict[str, Any] = {}
     if args.sandwich_norm:
         add = ModuleSpec(NormAndAdd, params={"config": config})
+        changes = {"self_attn_bda": add, "mlp_bda": add}
+    if args.residual_multiplier != 1:
+        add = ModuleSpec(ScaleAndAdd, params={"multiplier": args.residual_multiplier})
         changes = {"self_attn_bda": add, "mlp_bda": add}
     if args.window_rotary_base:
         attention = spec.self_attention
