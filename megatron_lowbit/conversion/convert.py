@@ -28,6 +28,7 @@ from megatron_lowbit.checkpoints.reader import (
 from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, extra_states, write_iteration
 from megatron_lowbit.conversion import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
+from megatron_lowbit.conversion.families.with_images import OF_IMAGES, RENAMED, text_config
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_experts
@@ -66,8 +67,12 @@ def to_megatron(
     """
     companion_files(source)
     folder = QuantizedFolder(source)
+    part = "multi-token prediction"
+    text_only = text_config(folder.config, str(source / CONFIG))
+    if text_only is not None:
+        folder.config, part = text_only, "images"
     converted = from_config(folder.config, str(source / CONFIG))
-    ignored = folder.leave_out(converted.ignored)
+    ignored = folder.leave_out((*converted.ignored, *(OF_IMAGES if text_only else ())))
     rules = _with_names_of(folder, converted.rules)
     check_names(folder, rules)
     if converted.model.keys() & {"num_experts", "multi_latent_attention"}:
@@ -83,17 +88,24 @@ def to_megatron(
         text = argument_file(converted.name, converted.model)
         (partial.path / MODEL_ARGUMENTS).write_text(text)
     if ignored:
-        say(f"{source}: {ignored} tensors of multi-token prediction are left out")
+        say(f"{source}: {ignored} tensors of {part} are left out")
     return converted
 
 
 def _with_names_of(folder: Folder, rules: Sequence[Rule]) -> Sequence[Rule]:
-    """Return the rules with a folder's names, which lack ``transformer.`` in the original GPT-2."""
-    short = [
-        replace(rule, names=tuple(name.partition(".")[2] for name in rule.names)) for rule in rules
-    ]
-    first, short_first = rules[0].names[0], short[0].names[0]
-    return short if first not in folder.file_of and short_first in folder.file_of else rules
+    """Return the rules with a folder's names.
+
+    These lack ``transformer.`` in the original GPT-2, and are longer in a model with images.
+    """
+
+    def stored(name: str) -> str:
+        names = [name, name.partition(".")[2]]
+        for start, others in RENAMED.items():
+            if name.startswith(start):
+                names += [other + name.removeprefix(start) for other in others]
+        return next((each for each in names if each in folder.file_of), name)
+
+    return [replace(rule, names=tuple(map(stored, rule.names))) for rule in rules]
 
 
 def _other_norms(rules: Sequence[Rule]) -> list[Rule]:

@@ -206,6 +206,28 @@ def test_layers_for_multi_token_prediction_are_left_out(sources, tmp_path, capsy
     assert weights(tmp_path / "back").keys() == weights(sources["deepseek-v3"]).keys()
 
 
+@pytest.mark.parametrize("are_older", [False, True])
+def test_the_text_model_of_a_gemma3_with_images(are_older, sources, tmp_path, capsys):
+    """Its tensors under either name, with an encoder of images."""
+    text = weights(sources["gemma-3"])
+    first = "language_model.model." if are_older else "model.language_model."
+    tower = "vision_tower." if are_older else "model.vision_tower."
+    named = {first + name.removeprefix("model."): tensor for name, tensor in text.items()}
+    (tmp_path / "source").mkdir()
+    save_file({**named, f"{tower}a.weight": torch.ones(2)}, tmp_path / "source/model.safetensors")
+    config = config_of(sources["gemma-3"])
+    config.pop("architectures")
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(whole))
+    to_megatron(tmp_path / "source", tmp_path / "there")
+    assert "1 tensors of images are left out" in capsys.readouterr().out
+    to_hugging_face(tmp_path / "there", tmp_path / "back")
+    after = weights(tmp_path / "back")
+    assert after.keys() == text.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in text.items())
+    assert from_config(config_of(tmp_path / "back")) == from_config(config_of(sources["gemma-3"]))
+
+
 def test_verify_loads_the_biases_of_the_router(sources, tmp_path):
     """transformers has them as buffers, like rotary frequencies, which it does not load."""
     to_megatron(sources["deepseek-v3"], tmp_path / "there")

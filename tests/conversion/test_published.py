@@ -7,6 +7,7 @@ import pytest
 from megatron_lowbit.checkpoints.model_arguments import argument_file, model_of, saved_arguments
 from megatron_lowbit.conversion.families import FAMILIES, family_of, from_config
 from megatron_lowbit.conversion.families.refused import REFUSED
+from megatron_lowbit.conversion.families.with_images import text_config
 from megatron_lowbit.errors import UserError
 
 SIZES = {
@@ -187,6 +188,21 @@ def test_an_architecture_that_is_refused(architecture):
     assert nearest in FAMILIES
     with pytest.raises(UserError, match=f"{reason}.* is {nearest} .*conversion"):
         from_config({"architectures": [architecture]})
+
+
+def test_the_text_model_of_a_model_with_images():
+    text = SIZES | MISTRAL_3
+    del text["architectures"]
+    whole = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text | {"tie_word_embeddings": True},
+        "tie_word_embeddings": False,  # The output layer is the whole model's.
+    }
+    assert text_config(whole, "config.json") == SIZES | MISTRAL_3
+    assert text_config(SIZES | MISTRAL_3, "config.json") is None
+    whole["text_config"] = {"model_type": "ministral3"}
+    with pytest.raises(UserError, match="text_config: model_type ministral3 is of no family"):
+        text_config(whole, "config.json")
 
 
 def test_layers_without_rope_are_counted_by_either_side():

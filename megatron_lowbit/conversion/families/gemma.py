@@ -1,7 +1,7 @@
 """Gemma 1, and Gemma 3's text models.
 
 Their norms multiply by 1 + w, their embeddings by the square root of the hidden size, and their
-MLPs are gated by GELU. Gemma 3 with images (Gemma3ForConditionalGeneration) is not converted.
+MLPs are gated by GELU.
 """
 
 import math
@@ -108,7 +108,12 @@ GEMMA3 = replace(
     name="Gemma-3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    defaults={"num_key_value_heads": 4},
+    defaults={
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+    },
     arguments={
         **_ARGUMENTS,
         "position_embedding_type": "rope",
