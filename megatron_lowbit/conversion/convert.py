@@ -28,6 +28,7 @@ from megatron_lowbit.checkpoints.reader import (
 from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, extra_states, write_iteration
 from megatron_lowbit.conversion import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
+from megatron_lowbit.conversion.families.rope import rope_entries, rope_type
 from megatron_lowbit.conversion.families.with_images import OF_IMAGES, RENAMED, text_config
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.layouts import LAYOUTS
@@ -87,6 +88,11 @@ def to_megatron(
         copy_companions(source, partial.path / COMPANIONS, folder.config)
         text = argument_file(converted.name, converted.model)
         (partial.path / MODEL_ARGUMENTS).write_text(text)
+    if rope_type(rope_entries(Entries(folder.config, CONFIG))) == "dynamic":
+        say(
+            f"{source}: dynamic scaling of rotary embeddings begins after max_position_embeddings "
+            "tokens; the model and its exports do not have it"
+        )
     if ignored:
         say(f"{source}: {ignored} tensors of {part} are left out")
     return converted

@@ -34,7 +34,7 @@ CASES = [
     ("seed-oss", 1, 1, 1), ("smollm3", 1, 1, 1), ("smollm3", 2, 1, 1), ("smollm3", 1, 2, 1),
     ("phi-3", 1, 1, 1), ("phi-3", 2, 1, 1),
     ("llama with biases", 1, 1, 1), ("llama with biases", 2, 1, 1),
-    ("linear llama", 1, 1, 1), ("yarn qwen2", 1, 1, 1),
+    ("linear llama", 1, 1, 1), ("dynamic llama", 1, 1, 1), ("yarn qwen2", 1, 1, 1),
     ("qwen2", 1, 1, 1), ("qwen2", 2, 1, 1), ("qwen2", 1, 2, 1),
     ("ministral", 1, 1, 1), ("cwm", 1, 1, 1), ("arcee", 1, 1, 1), ("gemma", 1, 1, 1),
     ("granite", 1, 1, 1), ("granite", 2, 1, 1),
@@ -270,6 +270,13 @@ def test_every_tensor_keeps_its_dtype(sources, tmp_path):
         config = config_of(back)
         assert config["torch_dtype"] == (dtype or "bfloat16")
         assert "dtype" not in config
+
+
+def test_dynamic_scaling_is_not_kept(sources, tmp_path, capsys):
+    to_megatron(sources["dynamic llama"], tmp_path / "there")
+    assert "dynamic scaling of rotary embeddings begins after" in capsys.readouterr().out
+    to_hugging_face(tmp_path / "there", tmp_path / "back")
+    assert config_of(tmp_path / "back")["rope_scaling"] is None
 
 
 def test_nothing_is_overwritten(sources, tmp_path):

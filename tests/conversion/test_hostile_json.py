@@ -79,7 +79,7 @@ def broken(source, tmp_path) -> Path:
         ),
         ({"architectures": ["GPT2LMHeadModel"]}, "needs the entry 'n_embd'"),
         ({"attention_bias": True}, "attention_bias True with mlp_bias False"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic': only 'default'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope': only 'default'"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, r"low_freq_factor 2\.0"),
     ],
 )

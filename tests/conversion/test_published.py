@@ -162,8 +162,8 @@ def test_a_model_of_another_family_than_its_source():
         (PHI_3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5: must be at most 1"),
         (
             QWEN_2,
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type 'dynamic': only 'default', 'linear', 'llama3', 'yarn' are converted",
+            {"rope_scaling": {"type": "other", "factor": 2.0}},
+            "rope_type 'other': only 'default', 'dynamic', 'linear', 'llama3', 'yarn' are",
         ),
         (QWEN_2, {"rope_scaling": YARN | {"attention_factor": 1.1}}, "attention_factor: Megatron"),
         (QWEN_2, {"rope_scaling": LINEAR | {"factor": 1.5}}, "factor 1.5: .* is an integer"),

@@ -85,6 +85,8 @@ MODELS = {
     "llama with biases": ("llama", {
         "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}),
     "linear llama": ("llama", {"rope_parameters": ROPE | LINEAR}),
+    "dynamic llama": ("llama", {"rope_parameters": ROPE | {
+        "rope_type": "dynamic", "factor": 4.0}}),
     "yarn qwen2": ("qwen2", {"rope_parameters": ROPE | {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "rope_parameters": ROPE}),

@@ -24,7 +24,8 @@ _YARN = {
 }
 """Arguments with their entries inside the entries of rotary embeddings."""
 _YARN_SCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
-_TYPES = ("default", "linear", "llama3", "yarn")
+_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+"""Types of scaling; dynamic has no effect up to ``max_position_embeddings`` tokens."""
 
 
 def rope_entries(entries: Entries) -> Entries:
