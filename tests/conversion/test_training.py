@@ -48,7 +48,10 @@ TRAINED = {
     "gpt-2": (GPT2, "bf16"), "nemotron-h": (HYBRID, "mxfp8"), "qwen3-moe": (QWEN3_MOE, "mxfp8"),
     "deepseek-v3": (DEEPSEEK_V3, "bf16"),
 }  # fmt: skip
-SOURCES = ("tied llama", "mixtral", "gpt-2", "nemotron-h", "qwen3-moe", "deepseek-v3", "gemma-3")
+SOURCES = (
+    "tied llama", "mixtral", "gpt-2", "nemotron-h", "qwen3-moe", "deepseek-v3", "gemma-3", "glm-4",
+    "granite", "nemotron", "qwen2-moe", "deepseek-v2", "bamba",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", others_slow(SOURCES, ("nemotron-h",)))
