@@ -26,7 +26,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     described = on_described_machine(args)
     rows = [attention_mask(described), local_layers(described), fused_loss(described)]
     rows += [graphs_of_experts(described), megatron_fsdp(described), schedules(args)]
-    rows += [gemma_layers(args), document_masks(described)]
+    rows += [gemma_layers(args), document_masks(described), layer_wise_optimizer(described)]
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -354,15 +354,24 @@ def fused_allreduce_norm(args: Namespace) -> Rows:
     return {f"--fused-allreduce-norm needs {', '.join(missing)}": missing}
 
 
+def layer_wise_optimizer(args: Namespace) -> Rows:
+    """Return runs in FP32 of an optimizer that lacks a method which the training loop calls."""
+    in_fp32 = args.use_layer_wise_distributed_optimizer and not args.bf16
+    return {
+        "--optimizer dist_muon, or muon with --use-distributed-optimizer, needs --bf16, which a "
+        "CPU does not have: give --optimizer muon without that argument": in_fp32
+    }
+
+
 def quantized_param_gather(args: Namespace) -> Rows:
     """Return arguments under which weights cannot be stored as codes."""
     flag = "--quantized-param-gather"
     if not args.quantized_param_gather:
         return {}
     needs = {
+        "--optimizer adam": args.optimizer == "adam",
         "--use-distributed-optimizer, which has the FP32 weights": args.use_distributed_optimizer,
         "--bf16: without it the weights are the optimizer's own": args.bf16,
-        "--optimizer adam": args.optimizer == "adam",
         "--ckpt-format torch_dist": args.ckpt_format == "torch_dist",
         "--num-distributed-optimizer-instances 1": args.num_distributed_optimizer_instances == 1,
     }
