@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from test_qat import MODEL, Run, layout_of
 from tiny_models import ROPE, config_of, make_model, weights
+from training_runs import record_weights
 
 from megatron_lowbit import LowbitLinear, convert, load_recipe
 from megatron_lowbit.conversion.convert import to_hugging_face
@@ -42,23 +43,23 @@ def by_groups(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (values.view(*scales.shape, -1) * scales[..., None]).flatten(1)
 
 
-def decoded(recipe: str, module: dict[str, torch.Tensor]) -> torch.Tensor:
+def decoded(module: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a module's weight in FP32, as vLLM documents the layouts that it loads.
 
     NVFP4: E2M1 times the E4M3 scale of 16, divided by the global scale. MX: elements times two to
     the power of the scale's byte less 127. FP8 blocks: elements times the tile's inverse scale.
     INT4: the code less 8, times the group's scale.
     """
-    if recipe == "qat-fp8-blocks":
+    if "weight_scale_inv" in module:
         scales = module["weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
         return module["weight"].float() * scales
-    if recipe == "qat-mxfp8":
+    if "weight_packed" not in module:
         exponents = module["weight_scale"].view(torch.uint8).float() - 127
         return by_groups(module["weight"].float(), torch.exp2(exponents))
     codes = nibbles(module["weight_packed"])
-    if recipe == "qat-int4-g32":
+    if "weight_shape" in module:
         return by_groups(codes.float() - 8, module["weight_scale"].float())
-    if recipe == "qat-mxfp4":
+    if "weight_global_scale" not in module:
         exponents = module["weight_scale"].view(torch.uint8).float() - 127
         return by_groups(E2M1[codes], torch.exp2(exponents))
     in_blocks = by_groups(E2M1[codes], module["weight_scale"].float())
@@ -88,9 +89,30 @@ def test_a_serving_layer_computes_what_training_computed(recipe, dtype, monkeypa
     modules = modules_of(dict(quantized_weights(model, layout=layout_of(recipe))))
     assert len(seen) == 14
     for name, (x, output) in seen.items():
-        weight = decoded(recipe, modules[name])
+        weight = decoded(modules[name])
         assert not torch.equal(weight, model.get_parameter(f"{name}.weight").float())
         assert torch.equal(F.linear(x.float(), weight).to(dtype), output), name
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp8", "fp8-tile"])
+def test_weights_are_what_fprop_multiplies_where_it_quantizes_inputs_too(recipe, monkeypatch):
+    monkeypatch.setattr(linear, "select_engine", lambda device: ReferenceEngine("tests"))
+    whole = ["bf16_blocks=none"] if "bf16_blocks" in load_recipe(recipe).matchers else []
+    model = convert(llama(torch.bfloat16), load_recipe(recipe, whole))
+    operands, names = record_weights(monkeypatch), []
+    for name, module in model.named_modules():
+        if isinstance(module, LowbitLinear):
+            module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
+    model(TOKENS)
+    layout = "fp8-blocks" if recipe == "fp8-tile" else "compressed-tensors"
+    modules = modules_of(dict(quantized_weights(model, layout=layout)))
+    assert len(names) == len(operands) == 14
+    for name, operand in zip(names, operands, strict=True):
+        assert torch.equal(decoded(modules[name]), operand.dequantize()), name
+    groups = quantization_config(model, layout=layout).get("config_groups", {})
+    # Readers quantize inputs with these formats too; NVFP4's need a known tensor scale.
+    assert all((group["input_activations"] is None) == (recipe == "nvfp4")
+               for group in groups.values())  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -103,7 +125,7 @@ def test_logits_of_weights_decoded_to_bf16_differ_by_their_rounding(recipe, monk
     with torch.no_grad():
         for name, module in served.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                module.weight.copy_(decoded(recipe, modules[name]))
+                module.weight.copy_(decoded(modules[name]))
         expected, plain = model(TOKENS).logits.float(), llama(torch.bfloat16)(TOKENS).logits
         moved = (served(TOKENS).logits.float() - expected).norm() / expected.norm()
         quantization = (plain.float() - expected).norm() / expected.norm()
