@@ -13,25 +13,23 @@ from torchtitan.trainer import Trainer
 from megatron_lowbit.integrations.torchtitan import LowbitConverter
 
 
-def debug_nvfp4() -> Trainer.Config:
-    """Return the debug model, with six blocks, of which the recipe keeps the last in BF16."""
-    config = llama3_debugmodel()
-    converter = LowbitConverter.Config(recipe="nvfp4")
-    config.model_spec = model_registry("debugmodel", converters=[converter])
+def _with_recipe(config: Trainer.Config, flavor: str, recipe: str) -> Trainer.Config:
+    converter = LowbitConverter.Config(recipe=recipe)
+    config.model_spec = model_registry(flavor, converters=[converter])
+    config.training.disable_cuda_graphs = True  # A graph would repeat random numbers.
     return config
+
+
+def debug_nvfp4() -> Trainer.Config:
+    """Return the debug model, whose first and last of six blocks the recipe keeps in BF16."""
+    return _with_recipe(llama3_debugmodel(), "debugmodel", "nvfp4")
 
 
 def debug_fp8_tile() -> Trainer.Config:
     """Return the debug model in FP8 with tiles."""
-    config = llama3_debugmodel()
-    converter = LowbitConverter.Config(recipe="fp8-tile")
-    config.model_spec = model_registry("debugmodel", converters=[converter])
-    return config
+    return _with_recipe(llama3_debugmodel(), "debugmodel", "fp8-tile")
 
 
 def llama3_8b_fp8_tile() -> Trainer.Config:
     """Return Llama 3 8B in FP8 with tiles."""
-    config = llama3_8b()
-    converter = LowbitConverter.Config(recipe="fp8-tile")
-    config.model_spec = model_registry("8B", converters=[converter])
-    return config
+    return _with_recipe(llama3_8b(), "8B", "fp8-tile")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers.autograd_state import autocast_off
 from megatron_lowbit.layers.context import LinearContext, draw_key
@@ -31,7 +32,16 @@ def number_of(precision: LinearPrecision) -> int:
 
 
 def call_key(precision: LinearPrecision) -> int:
-    """Return the key of a call, from torch's default CPU generator; another one on each rank."""
+    """Return the key of a call, from torch's default CPU generator; another one on each rank.
+
+    Raises:
+        UserError: a CUDA graph is captured, which would repeat the random numbers in each step.
+    """
+    require(
+        not (precision.stochastic and torch.cuda.is_current_stream_capturing()),
+        "LowbitLinear: the precision has random numbers, and a CUDA graph would repeat them in "
+        "each step; train without CUDA graphs",
+    )
     key = draw_key(precision)
     if dist.is_available() and dist.is_initialized():
         # Launchers seed all ranks alike: they would round different tokens by the same bits.

@@ -220,6 +220,14 @@ def test_a_weight_that_is_no_plain_tensor_is_refused():
         module(torch.randn(4, 64))
 
 
+def test_a_cuda_graph_is_refused_where_it_would_repeat_random_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x, _ = operands()
+    with pytest.raises(UserError, match="without CUDA graphs"):
+        layer(NVFP4)(x)
+    layer(FP8)(x)
+
+
 def test_delayed_scaling_is_refused():
     with pytest.raises(UserError, match="amax_history"):
         LowbitLinear(64, 48, precision=load_recipe("fp8-delayed").configs["fp8"])
