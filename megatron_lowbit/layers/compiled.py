@@ -37,8 +37,9 @@ def call_key(precision: LinearPrecision) -> int:
     Raises:
         UserError: a CUDA graph is captured, which would repeat the random numbers in each step.
     """
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     require(
-        not (precision.stochastic and torch.cuda.is_current_stream_capturing()),
+        not (precision.stochastic and captured),
         "LowbitLinear: the precision has random numbers, and a CUDA graph would repeat them in "
         "each step; train without CUDA graphs",
     )

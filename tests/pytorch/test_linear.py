@@ -221,6 +221,7 @@ def test_a_weight_that_is_no_plain_tensor_is_refused():
 
 
 def test_a_cuda_graph_is_refused_where_it_would_repeat_random_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x, _ = operands()
     with pytest.raises(UserError, match="without CUDA graphs"):
