@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_lowbit.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from megatron_lowbit.conversion.export import export as export
     from megatron_lowbit.layers import lowbit_linear as lowbit_linear
     from megatron_lowbit.numerics import QuantizedTensor as QuantizedTensor
     from megatron_lowbit.numerics import quantize as quantize
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_attributes(
     __name__,
     {
+        "conversion.export": ["export"],
         "layers": ["lowbit_linear"],
         "numerics": ["QuantizedTensor", "quantize"],
         "pytorch": ["LowbitLinear", "convert"],

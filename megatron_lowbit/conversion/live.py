@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.checkpoints.reader import EMBEDDING, TensorSlice, other_name
 from megatron_lowbit.conversion.convert import lazy_tensors
@@ -90,7 +91,7 @@ class LiveTensors:
         return self._chunks[stored]
 
 
-class _Export(NamedTuple):
+class LiveExport(NamedTuple):
     """Tensors, the rules of all of them, and the quantized ones in a layout."""
 
     tensors: LiveTensors
@@ -98,6 +99,14 @@ class _Export(NamedTuple):
     layout: Layout
     weights: Mapping[tuple[str, ...], Weight]
     config: dict[str, Any]
+
+    def contents(self) -> Iterator[LazyTensors]:
+        """Yield the tensors of each rule."""
+        for rule in self.rules:
+            if weight := self.weights.get(rule.names):
+                yield quantized_tensors(self.tensors, weight, self.layout)
+            else:
+                yield lazy_tensors(self.tensors, rule, None)
 
 
 def quantized_weights(
@@ -125,12 +134,7 @@ def quantized_weights(
         UserError: a weight that the layout cannot hold with its bits; nothing to quantize; delayed
             scaling; a model of no known family, or of which other processes hold a part.
     """
-    export = _export(model, recipe, layout, arguments)
-    for rule in export.rules:
-        if weight := export.weights.get(rule.names):
-            lazy = quantized_tensors(export.tensors, weight, export.layout)
-        else:
-            lazy = lazy_tensors(export.tensors, rule, None)
+    for lazy in plan_export(model, recipe, layout, arguments).contents():
         with torch.no_grad():
             yield from lazy.make().items()
 
@@ -143,12 +147,13 @@ def quantization_config(
     arguments: Namespace | None = None,
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` for the engine's config.json; see quantized_weights."""
-    return _export(model, recipe, layout, arguments).config
+    return plan_export(model, recipe, layout, arguments).config
 
 
-def _export(
+def plan_export(
     model: nn.Module, recipe: Recipe | str | None, layout: str, arguments: Namespace | None
-) -> _Export:
+) -> LiveExport:
+    """Return the export of a model; see :func:`quantized_weights`."""
     require(layout in LAYOUTS, f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     if not hasattr(model, "sharded_state_dict"):
         require(recipe is None, "recipe: the layers of a converted model have their precision")
@@ -171,7 +176,7 @@ def _export(
     ]
     message = f"{delayed[:1]}: delayed scaling is not exported from a model in memory"
     require(not delayed, f"quantized_weights: {message}; save a checkpoint and convert it")
-    return _Export(tensors, rules, plan.layout, plan.weights, plan.config)
+    return LiveExport(tensors, rules, plan.layout, plan.weights, plan.config)
 
 
 _EMBEDDING = TensorSlice(EMBEDDING)
@@ -194,7 +199,7 @@ def _megatron_tensors(model: Any) -> LiveTensors:
     return LiveTensors(chunks)
 
 
-def _converted(model: nn.Module, layout: Layout) -> _Export:
+def _converted(model: nn.Module, layout: Layout) -> LiveExport:
     """Plan the export of a model that ``convert`` converted, whose names are Hugging Face's."""
     state = {name: value for name, value in model.state_dict().items() if value.dim() > 0}
     chunks = {
@@ -216,12 +221,12 @@ def _converted(model: nn.Module, layout: Layout) -> _Export:
         if weight is not None:
             check_weight(weight, layout, module.in_features)
             modules[path] = weight
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear | nn.Embedding):
             unquantized.append(path)
     require(len(modules) > 0, "quantized_weights: no converted layer quantizes a weight in fprop")
     weights = {weight.rule.names: weight for weight in modules.values()}
     config = layout.config(modules, unquantized)
-    return _Export(tensors, list(rules.values()), layout, weights, config)
+    return LiveExport(tensors, list(rules.values()), layout, weights, config)
 
 
 def _weight(module: LowbitLinear, path: str, rule: Rule, tensors: LiveTensors) -> Weight | None:

@@ -21,12 +21,12 @@ TOKENS = torch.arange(3, 19)[None]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def llama(dtype: torch.dtype):
+def llama(dtype: torch.dtype, **changes):
     """Return a Llama with weights in whole tiles and amaxes that differ."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}  # fmt: skip
-    model = make_model("llama", **sizes, initializer_range=0.1, rope_parameters=ROPE)
+    model = make_model("llama", **sizes, initializer_range=0.1, rope_parameters=ROPE, **changes)
     for name, parameter in model.named_parameters():
         if "k_proj" in name or "gate_proj" in name:
             parameter.data *= 0.3
