@@ -22,10 +22,11 @@ class RecipeArguments:
     """Precision of the linear layers, and protection of long runs."""
 
     precision_recipe: list[str] | None = field(
-        default=None, metadata={"argparse_meta": {"metavar": "NAME_OR_FILE"}}
+        default=None, metadata={"argparse_meta": {"metavar": "NAME_OR_FILE", "nargs": "*"}}
     )
     """precision of the linear layers: the name or YAML file of one recipe, or of two, for the
-    forward pass and the backward pass (default: none, nothing is quantized)"""
+    forward pass and the backward pass; without a name the recipes are listed (default: none,
+    nothing is quantized)"""
 
     recipe_set: list[str] = field(
         default_factory=list,

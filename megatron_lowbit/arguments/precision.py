@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes import load_recipes
+from megatron_lowbit.recipes import load_recipes, shipped_recipes
 from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, for_sides
 
 INSTALL_TRANSFORMER_ENGINE = (
@@ -125,7 +125,11 @@ def translate_precision(
 
 def _choose(args: Namespace, words: CommandLine, machine: Machine) -> tuple[list[_Side], str]:
     """Choose one recipe, or one for each pass, or none; return them with the reason."""
-    if args.precision_recipe:
+    if args.precision_recipe is not None:
+        names = ", ".join(shipped_recipes())
+        require(
+            bool(args.precision_recipe), f"--precision-recipe needs a YAML file or one of {names}"
+        )
         for flag in _UPSTREAM_ONLY:
             require(flag not in words, f"--precision-recipe excludes {flag}: leave one of them out")
         require(len(args.precision_recipe) <= 2, "--precision-recipe takes at most two recipes")

@@ -276,6 +276,7 @@ def test_own_settings_come_after_translated_ones(choose):
         ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "--precision-recipe excludes --fp4-recipe"),
         ("--precision-recipe nvfp4 --fp8-format e4m3", "--precision-recipe excludes --fp8-format"),
         ("--precision-recipe a b c", "at most two"),
+        ("--precision-recipe", "a YAML file or one of averis, bf16, fp8-delayed, "),
         ("--precision-recipe nvfp5", "did you mean nvfp4"),
         ("--fp4-recipe nvfp5", "did you mean nvfp4"),
         ("--fp8-format e4m3 --fp4-format e2m1", "excludes"),
