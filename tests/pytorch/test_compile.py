@@ -86,6 +86,27 @@ def test_the_default_backend_and_engine():
     torch.testing.assert_close(got[0], expected[0], rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+def test_batches_of_other_sizes_and_frozen_parameters(frozen, reference):
+    """Rows that are a view, and gradients that are expanded; without rows nothing is quantized."""
+    torch._dynamo.reset()
+    layer = LowbitLinear(64, 96, precision="mxfp8")
+    if frozen is not None:
+        getattr(layer, frozen).requires_grad_(False)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows in (16, 48, 1, 0):
+        results = []
+        for function in (layer, call):
+            layer.zero_grad()
+            columns = torch.ones(64, rows, requires_grad=frozen is None)
+            y = function(columns.t())
+            y.sum().backward()
+            grads = [tensor.grad for tensor in (columns, *layer.parameters())]
+            results.append([y.detach(), *(grad for grad in grads if grad is not None)])
+        for result, right in zip(*results, strict=True):
+            assert torch.equal(result, right)
+
+
 def test_a_weight_shares_its_scale(reference):
     """The operator takes the other weights, without a gradient for them."""
     model = model_in(load_precision("fp8-tensorwise"))
