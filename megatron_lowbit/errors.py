@@ -75,11 +75,14 @@ def error_prefix(prefix: str) -> Iterator[None]:
 def as_user_error(message: str) -> Iterator[None]:
     """Raise a UserError for whatever a library raises on a bad file, panics of its Rust code, too.
 
-    Errors of one line, of the operating system, and of too little memory pass.
+    Errors of one line, of the operating system, and of too little memory pass, as does the end of
+    the process or of a generator that waits within.
     """
     try:
         yield
-    except (UserError, TrainingError, OSError, MemoryError, KeyboardInterrupt, SystemExit):
+    except (UserError, TrainingError, OSError, MemoryError):
+        raise
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         why = shorten(f"{type(error).__name__}: {error}", 400)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from megatron_lowbit.console import plain_console, print_report
 from megatron_lowbit.data.tokenizer import train_tokenizer
-from megatron_lowbit.errors import exit_on_user_error, say
+from megatron_lowbit.errors import UserError, as_user_error, exit_on_user_error, say
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lowbit"
 HOSTILE = "a\x1b]0;title\x07\x1b[31mred\nnext\x9b\u202e"
@@ -174,3 +174,19 @@ exit_on_user_error(main)
     shell[2] = '"$@" >&-'
     result = subprocess.run(shell, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_generator_may_end_where_errors_are_turned_into_one_line():
+    """A process that a signal ends closes the generators that wait for their next turn."""
+
+    def texts():
+        with as_user_error("cannot encode a text"):
+            yield 1
+
+    started = texts()
+    next(started)
+    started.close()
+    started = texts()
+    next(started)
+    with pytest.raises(UserError, match=r"cannot encode a text \(ZeroDivisionError"):
+        started.throw(ZeroDivisionError())
