@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 from render import RESULTS, ROOT, parser, render, replace_sections, table
-from results import KINDS, read_steps
+from steps import KINDS, read_steps
 
 from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import Estimate
