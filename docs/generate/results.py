@@ -14,6 +14,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -156,6 +157,13 @@ def caption(shown: Sequence[Steps]) -> dict[str, Any]:
     return words | {"ratios": ratios}
 
 
+def board_gaps(file: Path) -> dict[str, str]:
+    """Return the loss gaps of the leaderboard by name, none without its file."""
+    board = json.loads(file.read_text()) if file.is_file() else []
+    pairs = paired_gaps(losses_of(board)) if board else {}
+    return {name: shown_gap(*pair) for name, pair in pairs.items() if name != "bf16"}
+
+
 def linked(name: str, folder: str) -> str:
     """Return a recipe and its change, as rows name it, with a link from a folder's pages."""
     recipe, _, change = name.partition(" ")
@@ -202,9 +210,10 @@ def memory(file: Path) -> dict | None:
         return None
     data = json.loads(file.read_text())
     cases = f"{PICTURED} graphs "
-    rows = sorted((row["peak_gib"], row["case"].removeprefix(cases)) for row in data["rows"])
-    base = next(gib for gib, precision in rows if precision == BF16)
-    return data | {"table": [[name, f"{gib:.1f}", f"{gib - base:+.1f}"] for gib, name in rows]}
+    peaks = {row["case"].removeprefix(cases): row["peak_gib"] for row in data["rows"]}
+    rows = sorted(peaks.items(), key=itemgetter(1))
+    table = [[name, f"{gib:.1f}", f"{gib - peaks[BF16]:+.1f}"] for name, gib in rows]
+    return data | {"peaks": peaks, "table": table}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -225,15 +234,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     gaps_by_name = gaps_of(runs)
     about = {"runs": runs, "seeds": len({run["seed"] for run in runs}), **provenance(runs)}
     longer = longer_runs(runs, gaps_by_name)
-    words = caption(shown)
-    board_file = args.results / "leaderboard.json"
-    board = json.loads(board_file.read_text()) if board_file.is_file() else []
-    pairs = paired_gaps(losses_of(board)) if board else {}
-    gaps = {name: shown_gap(*pair) for name, pair in pairs.items() if name != "bf16"}
-    text = render(
-        "results", measured=found, longer=longer, bases=BASES, overview=overview(shown, gaps),
-        memory=memory(args.results / "peak_memory-h200.json"), **words, **about,
-    )  # fmt: skip
+    words = caption(shown) | {"memory": memory(args.results / "peak_memory-h200.json")}
+    gaps = board_gaps(args.results / "leaderboard.json")
+    tables = {"measured": found, "longer": longer, "overview": overview(shown, gaps)}
+    text = render("results", bases=BASES, **tables, **words, **about)
     images = args.root / "docs" / "images"
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")
