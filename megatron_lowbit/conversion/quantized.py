@@ -24,7 +24,7 @@ from megatron_lowbit.checkpoints.reader import (
     TensorSource,
 )
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.conversion.layouts.layout import Layout, Weight
+from megatron_lowbit.conversion.layouts.layout import Layout, Weight, rows_of_piece
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say
@@ -167,7 +167,7 @@ def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> 
     rule = weight.rule
 
     def encode(content: Tensor) -> dict[str, Tensor]:
-        quantized = weight.quantizer(content.float(), None if content.is_meta else weight.amax)
+        quantized = quantize_in_pieces(content, weight)
         scales, rows = quantized.scales, quantized.codes.shape[0]
         if scales.shape[0] < rows:
             scales = scales.repeat_interleave(quantized.format.block_rows, dim=0)[:rows]
@@ -191,10 +191,36 @@ def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> 
     return LazyTensors(outline, lambda: encode(rule.read(tensors)))
 
 
+def quantize_in_pieces(content: Tensor, weight: Weight) -> QuantizedTensor:
+    """Quantize a weight some rows at a time, with the bits of the whole.
+
+    Args:
+        content: (R, K), BF16 or FP32, or without content on the ``meta`` device.
+        weight: format and amax.
+    """
+    quantizer, format, amax = weight.quantizer, weight.format, weight.amax
+    if content.is_meta:
+        return quantizer(content)
+    pieces = content.split(rows_of_piece(content.shape[1], format.block_rows))
+    if format.tensor_scaled and not isinstance(amax, Tensor):
+        current = torch.stack([piece.float().abs().amax() for piece in pieces]).amax()
+        amax = current if amax is None else amax.resolve(current)
+    parts = [quantizer(piece.float(), amax) for piece in pieces]
+    codes, scales = (
+        torch.cat([_as_integers(tensor) for tensor in tensors]).view(tensors[0].dtype)
+        for tensors in ([part.codes for part in parts], [part.scales for part in parts])
+    )
+    return replace(parts[0], codes=codes, scales=scales, shape=tuple(content.shape))
+
+
+def _as_integers(x: Tensor) -> Tensor:
+    """View a tensor as integers: torch does not concatenate FP8."""
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.uint8)
+
+
 def _split(rows: Tensor, rule: Rule) -> list[Tensor]:
-    """Return contiguous parts, split as integers: torch does not concatenate FP8."""
-    integers = torch.int32 if rows.dtype == torch.float32 else torch.uint8
-    parts = rule.to_hugging_face(rows.view(integers))
+    """Return the contiguous parts of a weight's codes or scales."""
+    parts = rule.to_hugging_face(_as_integers(rows))
     return [part.contiguous().view(rows.dtype) for part in parts]
 
 
@@ -311,11 +337,9 @@ def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
     blocks: dict[int, list[tuple[str, str, _Energy]]] = {}
     for weight in plan.weights.values():
         format = str(weight.format)
-        parts = weight.rule.to_hugging_face(weight.rule.read(tensors).float())
+        parts = weight.rule.to_hugging_face(weight.rule.read(tensors))
         for name, part in zip(weight.rule.names, parts, strict=True):
-            noise = part - folder.dequantized(name)
-            signal, error = (float(x.square().sum(dtype=torch.float64)) for x in (part, noise))
-            energy = (signal, error)
+            energy = _energy(part, folder.dequantized(name))
             blocks.setdefault(weight.layer.block, []).append((name, format, energy))
             weights[name] = {"format": format, "sqnr_db": _sqnr([energy])}
     total = _sqnr(energy for members in blocks.values() for _, _, energy in members)
@@ -334,6 +358,17 @@ def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
         block_sqnr, low = ("exact" if x is None else f"{x:.2f}" for x in (total, lowest))
         table.add_row(str(block), str(len(members)), formats, block_sqnr, f"{low} {name}")
     plain_console(_COLUMNS).print(table)
+
+
+def _energy(weight: Tensor, stored: Tensor) -> _Energy:
+    """Return the sums of squares of a weight (R, K) and of the error of its stored values."""
+    signal = noise = 0.0
+    rows = rows_of_piece(weight.shape[1])
+    for piece, values in zip(weight.split(rows), stored.split(rows), strict=True):
+        exact = piece.double()
+        signal += float(exact.square().sum())
+        noise += float(exact.sub_(values).square_().sum())
+    return signal, noise
 
 
 def _sqnr(energies: Iterable[_Energy]) -> float | None:

@@ -32,7 +32,7 @@ def peaks(tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["to-megatron", "to-hugging-face"])
+@pytest.mark.parametrize("direction", ["to-megatron", "to-hugging-face", "quantized"])
 def test_the_peak_is_two_files_at_most(peaks, direction):
     """Above what the interpreter had before; mapped pages of files count."""
     assert peaks["model"] > 130_000_000
@@ -43,6 +43,7 @@ def test_the_peak_is_two_files_at_most(peaks, direction):
 def worker(folder: Path) -> None:
     """Print the peaks, after a small model has loaded what is loaded once."""
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+    from megatron_lowbit.conversion.quantized import QuantizedAs
 
     peaks_of = {}
     for source in ("tiny", "source"):
@@ -52,7 +53,11 @@ def worker(folder: Path) -> None:
             "to-hugging-face": peak(
                 to_hugging_face, there, folder / f"{source} back", None, None, SHARD_BYTES
             ),
-        }
+            "quantized": peak(
+                to_hugging_face, there, folder / f"{source} quantized", None, None, SHARD_BYTES,
+                False, QuantizedAs("compressed-tensors", ["qat-nvfp4"]),
+            ),
+        }  # fmt: skip
     print(json.dumps(peaks_of))
 
 
