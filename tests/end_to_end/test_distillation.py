@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-from tiny_run import ONE_MICROBATCH, check_same_tensors, done, losses, metrics, refused
+from tiny_run import HYBRID, ONE_MICROBATCH, check_same_tensors, done, losses, metrics, refused
 from tiny_run import saved_tensors as tensors_of
 
 ITERATIONS = 4
 TEACHER = ("--train-iters", 8, *ONE_MICROBATCH, "--lr-decay-style", "constant")
 STUDENT = ("--train-iters", ITERATIONS, *ONE_MICROBATCH, "--finetune", "--lr", 1e-3,
            "--lr-decay-style", "constant")  # fmt: skip
+EXPERTS = ("--num-experts", 4, "--moe-router-topk", 2)
 QUANTIZED = ("--precision-recipe", "qat-mxfp4")
 
 
@@ -26,14 +27,17 @@ def arguments(teacher: Path, save: Path, *more: object) -> tuple:
     return (*STUDENT, "--load", teacher, "--distill-from", teacher, "--save", save, *more)
 
 
-def test_an_unquantized_student_of_itself_has_nothing_to_learn(pretrain_here, teacher, tmp_path):
-    result = pretrain_here(*arguments(teacher, tmp_path, "--weight-decay", 0))
+@pytest.mark.parametrize("model", [(), HYBRID, EXPERTS], ids=["dense", "hybrid", "experts"])
+def test_an_unquantized_student_of_itself_has_nothing_to_learn(pretrain_here, tmp_path, model):
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    done(pretrain_here(*TEACHER, *model, "--save", teacher))
+    result = pretrain_here(*arguments(teacher, student, "--weight-decay", 0, *model))
     done(result)
     assert "in training, lm loss is the divergence" in result.stdout
-    assert set(losses(tmp_path).values()) == {0.0}
+    assert set(losses(student).values()) == {0.0}
     before, after = (
         tensors_of(folder / f"iter_{iteration:07d}", "decoder.")
-        for folder, iteration in ((teacher, 8), (tmp_path, ITERATIONS))
+        for folder, iteration in ((teacher, 8), (student, ITERATIONS))
     )
     assert before.keys() == after.keys()
     assert all(before[key].equal(after[key]) for key in before)
