@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +48,14 @@ _Energy = tuple[float, float]
 class QuantizedAs(NamedTuple):
     """Request for an export: a layout's name, and a recipe and its overrides if not training's.
 
-    The first of two ``recipes`` gives fprop, the second the backward GEMMs.
+    The first of two ``recipes`` gives fprop, the second the backward GEMMs. ``calibration`` is text
+    from which the tensor scales of inputs are computed.
     """
 
     layout: str
     recipes: Sequence[str] = ()
     recipe_set: Sequence[str] = ()
+    calibration: Path | None = None
 
 
 class Quantization(NamedTuple):
@@ -71,9 +74,16 @@ class Quantization(NamedTuple):
 
 
 def plan_quantization(
-    recipe: Recipe, layout: Layout, tensors: TensorSource, rules: Sequence[Rule], num_layers: int
+    recipe: Recipe,
+    layout: Layout,
+    tensors: TensorSource,
+    rules: Sequence[Rule],
+    num_layers: int,
+    input_amaxes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Quantization:
     """Plan the weights to quantize: fprop's under the recipe before any of its switches.
+
+    ``input_amaxes``, by the paths of layers, replace the amaxes of the last steps.
 
     Raises UserError where the layout cannot hold a weight with its bits.
     """
@@ -84,7 +94,8 @@ def plan_quantization(
         layer, weight = _layer(rule.targets[0], num_layers), None
         if layer is not None:
             layers.append(layer)
-            weight = weight_of(recipe.precision_for(layer).fprop, layer, rule, tensors)
+            amax = input_amaxes.get(layer.path)
+            weight = weight_of(recipe.precision_for(layer).fprop, layer, rule, tensors, amax)
         names = [name.removesuffix(".weight") for name in rule.names]
         if weight is not None:
             check_weight(weight, layout, tensors.shape(rule.targets[0])[-1])
@@ -240,14 +251,23 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
 
 
 def weight_of(
-    fprop: GemmPrecision, layer: Layer, rule: Rule, tensors: TensorSource
+    fprop: GemmPrecision,
+    layer: Layer,
+    rule: Rule,
+    tensors: TensorSource,
+    input_amax: Tensor | None = None,
 ) -> Weight | None:
-    """Return the weight of a layer, if fprop quantizes it."""
+    """Return the weight of a layer, if fprop quantizes it.
+
+    ``input_amax`` is an FP32 scalar; None for the amax of training's last steps.
+    """
     if fprop.rhs is None:
         return None
     require(fprop.hadamard is None, _refusal(layer, "goes through a Hadamard transform"))
     earlier = _earlier_amaxes(fprop, layer, tensors)
-    input_format, input_scale = _input(fprop, earlier)
+    if input_amax is None and earlier is not None:
+        input_amax = earlier[0]
+    input_format, input_scale = _input(fprop, input_amax)
     amax = None if earlier is None else DelayedAmax(earlier[1], None)
     return Weight(layer, fprop.rhs, rule, amax, input_format, input_scale)
 
@@ -267,13 +287,11 @@ def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: TensorSource) -
     return amaxes[[OPERANDS.index((Gemm.FPROP, role)) for role in GEMM_ROLES[Gemm.FPROP]]]
 
 
-def _input(
-    fprop: GemmPrecision, earlier: Tensor | None
-) -> tuple[BlockFormat | None, Tensor | None]:
+def _input(fprop: GemmPrecision, amax: Tensor | None) -> tuple[BlockFormat | None, Tensor | None]:
     """Return the format of fprop's input for a reader, and its tensor scale; None for no format.
 
     Readers do not round at random or scale by three quarters. They take a tensor scale only with
-    weights of that format, and it has to be known from training's last steps.
+    weights of that format, and it has to be known, from an amax.
     """
     quantizer, weight = fprop.lhs, fprop.rhs
     if quantizer is None or quantizer.rounding is not Rounding.NEAREST_EVEN:
@@ -284,10 +302,10 @@ def _input(
     if not format.tensor_scaled:
         return format, None
     alike = weight is not None and weight.format.name.removesuffix("-2d") == format.name
-    if earlier is None or earlier[0] <= 0 or not alike:
+    if amax is None or amax <= 0 or not alike:
         return None, None
     nothing = torch.zeros(format.block_rows, format.block)
-    return format, quantizer(nothing, earlier[0]).tensor_scale
+    return format, quantizer(nothing, amax).tensor_scale
 
 
 def _refusal(layer: Layer, why: str) -> str:
