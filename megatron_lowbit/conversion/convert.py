@@ -41,6 +41,7 @@ from megatron_lowbit.conversion.quantized import (
     quantized_tensors,
     recipe_digest,
     recipe_of,
+    scales_lost_in_engines,
 )
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say
@@ -247,6 +248,8 @@ def to_hugging_face(
         quantized_names = [name for names in plan.weights for name in names]
         check_experts(quantized_names, config, plan.layout.name)
         config[QUANTIZATION] = plan.config
+        if advice := scales_lost_in_engines(plan.weights.items()):
+            say(advice)
     contents = stack_experts(
         [
             quantized_tensors(checkpoint, plan.weights[rule.names], plan.layout)

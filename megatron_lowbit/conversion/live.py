@@ -23,6 +23,7 @@ from megatron_lowbit.conversion.quantized import (
     check_weight,
     plan_quantization,
     quantized_tensors,
+    scales_lost_in_engines,
     weight_of,
 )
 from megatron_lowbit.errors import UserError, require
@@ -131,8 +132,9 @@ def quantized_weights(
         arguments: Megatron-LM's arguments; by default ``megatron.training.get_args()``.
 
     Raises:
-        UserError: a weight that the layout cannot hold with its bits; nothing to quantize; delayed
-            scaling; a model of no known family, or of which other processes hold a part.
+        UserError: a weight that the layout cannot hold, or engines cannot load, with its bits;
+            nothing to quantize; delayed scaling; a model of no known family, or of which other
+            processes hold a part.
     """
     for lazy in plan_export(model, recipe, layout, arguments).contents():
         with torch.no_grad():
@@ -176,6 +178,7 @@ def plan_export(
     ]
     message = f"{delayed[:1]}: delayed scaling is not exported from a model in memory"
     require(not delayed, f"quantized_weights: {message}; save a checkpoint and convert it")
+    _check_scales(plan.weights)
     return LiveExport(tensors, rules, plan.layout, plan.weights, plan.config)
 
 
@@ -225,8 +228,14 @@ def _converted(model: nn.Module, layout: Layout) -> LiveExport:
             unquantized.append(path)
     require(len(modules) > 0, "quantized_weights: no converted layer quantizes a weight in fprop")
     weights = {weight.rule.names: weight for weight in modules.values()}
+    _check_scales(weights)
     config = layout.config(modules, unquantized)
     return LiveExport(tensors, list(rules.values()), layout, weights, config)
+
+
+def _check_scales(weights: Mapping[tuple[str, ...], Weight]) -> None:
+    if advice := scales_lost_in_engines(weights.items()):
+        raise UserError(f"quantized_weights: {advice}")
 
 
 def _weight(module: LowbitLinear, path: str, rule: Rule, tensors: LiveTensors) -> Weight | None:
