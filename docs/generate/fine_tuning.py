@@ -1,25 +1,45 @@
-"""Store the benefit of quantization-aware training, and write it into docs/finetune-and-serve.md.
+"""Store the studies of quantization-aware training and distillation, and write their tables.
 
     lowbit-study run examples/studies/qat.yaml --output runs/qat --gpus 0 1 -- ...
     python docs/generate/fine_tuning.py runs/qat
 
-The folder's finished runs go into benchmarks/results/studies-qat.json; without one the page is
-written from that file. Differences are paired seed by seed, with their standard errors.
+A folder is named after its study, qat or qad. Its finished runs go into
+benchmarks/results/studies-NAME.json; without a folder the pages are written from these files.
+Differences are paired seed by seed, with their standard errors.
 """
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from evidence import collect
+from leaderboard import finished_runs
 from render import RESULTS, ROOT, parser, render, replace_sections
 
-KEPT = RESULTS / "studies-qat.json"
-PAGE = ROOT / "docs" / "finetune-and-serve.md"
 FORMATS = {"NVFP4": "qat-nvfp4-activations", "MXFP4": "qat-mxfp4-activations"}
 BASELINE, AFTER, DURING = "BF16", "after training", "in training"
+CONTINUED, METHODS = "BF16 continued", ("PTQ", "QAT", "QAD")
+
+
+def collect(folder: Path) -> list[dict]:
+    """Return the last validation of each finished run of a study's folder."""
+    return [
+        {
+            "name": state["name"],
+            "seed": state["seed"],
+            **{key: state["machine"][key] for key in ("cpu", "gpu", "torch", "commit")},
+            "tokens": int(curve.tokens[-1]),
+            "validation_loss": round(float(curve.validation_losses[-1]), 5),
+        }
+        for state, curve in finished_runs(folder)
+    ]
+
+
+def losses_of(runs: Sequence[dict]) -> dict[tuple[str, int], float]:
+    """Return the validation losses of runs, by name and seed."""
+    return {(run["name"], run["seed"]): run["validation_loss"] for run in runs}
 
 
 def difference(losses: dict[tuple[str, int], float], name: str, other: str) -> str:
@@ -30,33 +50,69 @@ def difference(losses: dict[tuple[str, int], float], name: str, other: str) -> s
     return f"{statistics.mean(gaps):+.4f} ± {error:.4f}"
 
 
-def section_of(runs: Sequence[dict]) -> str:
-    """Return the page's text about these runs."""
-    losses = {(run["name"], run["seed"]): run["validation_loss"] for run in runs}
-    rows = []
+def _rendered(template: str, runs: Sequence[dict], **values: object) -> str:
+    baseline = [loss for (name, _), loss in losses_of(runs).items() if name == BASELINE]
+    return render(
+        template, loss=statistics.mean(baseline), spread=statistics.stdev(baseline),
+        first=next(run for run in runs if run["name"] == BASELINE), **values,
+    )  # fmt: skip
+
+
+def gain(runs: Sequence[dict]) -> str:
+    """Return the text about quantization after training and in training."""
+    losses, rows = losses_of(runs), []
     for format, recipe in FORMATS.items():
         after, during = f"{format} {AFTER}", f"{format} {DURING}"
         pairs = (after, BASELINE), (during, BASELINE), (during, after)
         rows.append([f"`{recipe}`", *(difference(losses, *pair) for pair in pairs)])
-    baseline = [loss for (name, _), loss in losses.items() if name == BASELINE]
-    return render(
-        "fine-tuning-gain", loss=statistics.mean(baseline), spread=statistics.stdev(baseline),
-        first=next(run for run in runs if run["name"] == BASELINE), rows=rows,
-        headings=("", f"{AFTER}, to BF16", f"{DURING}, to BF16", f"{DURING}, to after"),
-    )  # fmt: skip
+    headings = ("", f"{AFTER}, to BF16", f"{DURING}, to BF16", f"{DURING}, to after")
+    return _rendered("fine-tuning-gain", runs, rows=rows, headings=headings)
+
+
+def distillation(runs: Sequence[dict]) -> str:
+    """Return the text about PTQ, QAT and QAD."""
+    losses, others = losses_of(runs), (BASELINE, METHODS[0], CONTINUED)
+    rows = [
+        [name, *("" if name == other else difference(losses, name, other) for other in others)]
+        for name in (*METHODS, CONTINUED)
+    ]
+    headings = ("", "to BF16, the teacher", f"to {METHODS[0]}", f"to {CONTINUED}")
+    last = next(run for run in runs if run["name"] == CONTINUED)
+    return _rendered("distillation-gain", runs, rows=rows, headings=headings, last=last)
+
+
+class Section(NamedTuple):
+    """Section of a page that a study's runs give."""
+
+    page: Path
+    name: str
+    text: Callable[[Sequence[dict]], str]
+
+
+STUDIES = {
+    "qat": Section(ROOT / "docs" / "finetune-and-serve.md", "gain", gain),
+    "qad": Section(ROOT / "docs" / "recipes" / "qat.md", "distillation", distillation),
+}
+
+
+def kept(study: str) -> list[dict]:
+    """Return the stored runs of a study."""
+    return json.loads((RESULTS / f"studies-{study}.json").read_text())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Collect the folder that the command line names, then write the page."""
+    """Collect the folder that the command line names, then write the pages."""
     made = parser(__doc__)
     made.add_argument("folder", nargs="?", type=Path)
     args = made.parse_args(argv)
     if args.folder:
-        runs = collect(args.folder)
-        curve = ("every", "losses")
-        lines = [json.dumps({k: run[k] for k in run if k not in curve}) for run in runs]
-        KEPT.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    replace_sections(PAGE, {"gain": section_of(json.loads(KEPT.read_text()))})
+        if args.folder.name not in STUDIES:
+            made.error(f"{args.folder}: the folder's name must be one of {', '.join(STUDIES)}")
+        lines = map(json.dumps, collect(args.folder))
+        file = RESULTS / f"studies-{args.folder.name}.json"
+        file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    for study, section in STUDIES.items():
+        replace_sections(section.page, {section.name: section.text(kept(study))})
 
 
 if __name__ == "__main__":

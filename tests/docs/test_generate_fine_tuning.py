@@ -1,6 +1,4 @@
-"""The table of what quantization-aware training gains."""
-
-import json
+"""The tables of quantization-aware training and distillation."""
 
 import fine_tuning
 import pytest
@@ -11,16 +9,24 @@ def test_differences_are_paired_by_seed():
     assert fine_tuning.difference(losses, "a", "b") == "+0.4000 ± 0.1000"  # of 0.5 and 0.3
 
 
-def test_the_page_says_what_is_kept():
-    kept = json.loads(fine_tuning.KEPT.read_text())
-    assert fine_tuning.section_of(kept) in fine_tuning.PAGE.read_text()
+@pytest.mark.parametrize("study", fine_tuning.STUDIES)
+def test_the_page_says_what_is_kept(study):
+    section = fine_tuning.STUDIES[study]
+    assert section.text(fine_tuning.kept(study)) in section.page.read_text()
 
 
 @pytest.mark.parametrize("format", fine_tuning.FORMATS)
 def test_training_loses_less_in_every_seed(format):
     """The statement of the page above its table."""
-    kept = json.loads(fine_tuning.KEPT.read_text())
-    losses = {(run["name"], run["seed"]): run["validation_loss"] for run in kept}
+    losses = fine_tuning.losses_of(fine_tuning.kept("qat"))
     gaps = [losses[f"{format} {fine_tuning.DURING}", seed]
             - losses[f"{format} {fine_tuning.AFTER}", seed] for seed in range(1, 5)]  # fmt: skip
     assert max(gaps) < 0
+
+
+def test_distillation_recovers_a_fifth_in_every_seed():
+    """The statement of the page below its table."""
+    losses = fine_tuning.losses_of(fine_tuning.kept("qad"))
+    for seed in range(1, 4):
+        teacher, ptq, qad = (losses[name, seed] for name in (fine_tuning.BASELINE, "PTQ", "QAD"))
+        assert 0.15 < (ptq - qad) / (ptq - teacher) < 0.25
