@@ -158,6 +158,7 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--init-method-xavier-uniform", "give --init-method-std"),
         ("--lazy-mpu-init", "process groups"),
         ("--rl-profile", "profiler"),
+        ("--logits-load-dir logits", "give --distill-from"),
         ("--no-pad-vocab-size", "give --make-vocab-size-divisible-by 1"),
         ("--no-initialization", "needs --load"),
         ("--dataloader-type external", "a script of your own"),
