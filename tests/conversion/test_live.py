@@ -172,3 +172,5 @@ def test_what_is_not_exported_is_refused():
         dict(quantized_weights(model, layout="gguf"))
     with pytest.raises(UserError, match="recipe: the layers"):
         dict(quantized_weights(model, "qat-mxfp8"))
+    with pytest.raises(TypeError, match=r"model is an OrderedDict, not an nn\.Module"):
+        dict(quantized_weights(model.state_dict()))
