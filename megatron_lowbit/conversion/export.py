@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, write_json, write_tensors
 from megatron_lowbit.conversion import SHARD_BYTES
-from megatron_lowbit.conversion.live import plan_export
+from megatron_lowbit.conversion.live import plan_export, unwrapped
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.storage.resumable_output import resumable_output
@@ -40,7 +40,7 @@ def export(
     """
     output = Path(folder)
     require(force or not os.path.lexists(output), f"{output} exists; force=True replaces it")
-    described: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    described: Any = unwrapped(model)
     if not hasattr(getattr(described, "config", None), "to_json_string"):
         raise UserError(f"export: {type(model).__name__} has no config, as transformers' models do")
     plan = plan_export(described, None, layout, None)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import model_of
@@ -149,6 +150,7 @@ def plan_export(
 ) -> LiveExport:
     """Return the export of a model; see :func:`quantized_weights`."""
     require_type("model", model, nn.Module, "an nn.Module")
+    model = unwrapped(model)
     require(layout in LAYOUTS, f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     if not hasattr(model, "sharded_state_dict"):
         require(recipe is None, "recipe: the layers of a converted model have their precision")
@@ -180,6 +182,14 @@ def plan_export(
     return LiveExport(contents, plan.layout, plan.config)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` or ``DistributedDataParallel`` wraps."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        wrapped = isinstance(model, DistributedDataParallel)
+        model = cast(nn.Module, model.module if wrapped else model._orig_mod)
+    return model
+
+
 _EMBEDDING = TensorSlice(EMBEDDING)
 _WRAPPER = re.compile(r"\b(?:_orig_mod|_checkpoint_wrapped_module)\.")
 """Part of names that ``torch.compile`` or a wrapper that checkpoints activations adds."""
@@ -189,8 +199,9 @@ def _megatron_tensors(model: Any) -> LiveTensors:
     """Return the tensors of Megatron-LM's model by the keys that its checkpoints have."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.utils import unwrap_model
 
-    sharded = model.sharded_state_dict()
+    sharded = unwrap_model(model).sharded_state_dict()
     apply_factories(sharded)
     chunks: dict[str, tuple[tuple[int, ...], list[_Chunk]]] = {}
     for part in nested_values(sharded):

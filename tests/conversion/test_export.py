@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lowbit import convert, export, load_recipe
 from megatron_lowbit.conversion.command import main
@@ -100,6 +101,10 @@ def checkpoint_a_block(model):
     return model
 
 
+def compile_in_parallel(model):
+    return torch.compile(DistributedDataParallel(model))
+
+
 def to_gpu(model):
     return model.cuda()
 
@@ -110,10 +115,11 @@ def to_gpu(model):
         torch.compile,
         compile_a_block,
         checkpoint_a_block,
+        compile_in_parallel,
         pytest.param(to_gpu, marks=pytest.mark.gpu),
     ],
 )
-def test_wrappers_leave_the_names(wrap, tmp_path):
+def test_wrappers_leave_the_names(wrap, tmp_path, process_group):
     model = convert(llama(torch.bfloat16), "qat-mxfp8")
     export(model, tmp_path / "plain")
     export(wrap(model), tmp_path / "wrapped")
@@ -132,6 +138,14 @@ def test_a_module_at_two_paths_and_tensors_without_axes(tmp_path):
         first, second = (tensors[f"model.layers.{n}.mlp.down_proj.{end}"] for n in range(2))
         assert first.element_size() == 1
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+@pytest.fixture
+def process_group():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 class Adapter(nn.Module):

@@ -16,6 +16,10 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.pytorch import linear
 
+# isort: split
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
+
 RECIPES = ("qat-nvfp4", "qat-mxfp4", "qat-mxfp8", "qat-fp8-blocks", "qat-int4-g32")
 TOKENS = torch.arange(3, 19)[None]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -153,7 +157,10 @@ def test_a_megatron_model_gives_the_tensors_of_its_export(recipe, tmp_path):
                  "--quantization-engine", "reference", "--ckpt-step", "3"]  # fmt: skip
     parent = run.checkpoint.parent
     with loaded_model(parent, arguments, load_recipe(recipe)) as model:
-        live = dict(quantized_weights(model, recipe, layout=wanted.layout))
+        wrapped = DistributedDataParallel(
+            get_model_config(model), DistributedDataParallelConfig(), model
+        )
+        live = dict(quantized_weights(wrapped, recipe, layout=wanted.layout))
         config = quantization_config(model, recipe, layout=wanted.layout)
     assert config == config_of(tmp_path / "out")["quantization_config"]
     assert live.keys() == exported.keys()
