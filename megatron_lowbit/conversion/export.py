@@ -43,7 +43,7 @@ def export(
     described: Any = unwrapped(model)
     if not hasattr(getattr(described, "config", None), "to_json_string"):
         raise UserError(f"export: {type(model).__name__} has no config, as transformers' models do")
-    plan = plan_export(described, None, layout, None)
+    plan = plan_export(described, None, layout)
     # As transformers saves it, which adds the first two to what a model was made from.
     config = json.loads(described.config.to_json_string()) | {
         "architectures": [type(described).__name__.removeprefix("FSDP")],

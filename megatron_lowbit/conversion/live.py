@@ -5,7 +5,6 @@ checkpoint is written, and no weight is quantized twice. Exports have the same l
 """
 
 import re
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -104,11 +103,7 @@ class LiveExport(NamedTuple):
 
 
 def quantized_weights(
-    model: nn.Module,
-    recipe: Recipe | str | None = None,
-    *,
-    layout: str = "compressed-tensors",
-    arguments: Namespace | None = None,
+    model: nn.Module, recipe: Recipe | str | None = None, *, layout: str = "compressed-tensors"
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's tensors by Hugging Face's names, the weights quantized as in fprop.
 
@@ -123,31 +118,24 @@ def quantized_weights(
         recipe: recipe of Megatron-LM's model, or its name. None for a converted model, whose
             layers have their precision.
         layout: one of ``conversion.LAYOUTS``.
-        arguments: Megatron-LM's arguments; by default ``megatron.training.get_args()``.
 
     Raises:
         UserError: a weight that the layout cannot hold with its bits; nothing to quantize; delayed
             scaling; a model of no known family, or of which other processes hold a part.
     """
-    for lazy in plan_export(model, recipe, layout, arguments).contents:
+    for lazy in plan_export(model, recipe, layout).contents:
         with torch.no_grad():
             yield from lazy.make().items()
 
 
 def quantization_config(
-    model: nn.Module,
-    recipe: Recipe | str | None = None,
-    *,
-    layout: str = "compressed-tensors",
-    arguments: Namespace | None = None,
+    model: nn.Module, recipe: Recipe | str | None = None, *, layout: str = "compressed-tensors"
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` for the engine's config.json; see quantized_weights."""
-    return plan_export(model, recipe, layout, arguments).config
+    return plan_export(model, recipe, layout).config
 
 
-def plan_export(
-    model: nn.Module, recipe: Recipe | str | None, layout: str, arguments: Namespace | None
-) -> LiveExport:
+def plan_export(model: nn.Module, recipe: Recipe | str | None, layout: str) -> LiveExport:
     """Return the export of a model; see :func:`quantized_weights`."""
     require_type("model", model, nn.Module, "an nn.Module")
     model = unwrapped(model)
@@ -158,11 +146,9 @@ def plan_export(
     if recipe is None:
         raise UserError("recipe: Megatron-LM's model needs training's recipe")
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    if arguments is None:
-        from megatron.training import get_args
+    from megatron.training import get_args
 
-        arguments = get_args()
-    tensors = _megatron_tensors(model)
+    arguments, tensors = get_args(), _megatron_tensors(model)
     described = model_of(arguments, arguments.vocab_size or tensors.shape(_EMBEDDING)[0])
     rules = family_of(described).rules(described)
     plan = plan_quantization(recipe, LAYOUTS[layout], tensors, rules, described["num_layers"])
