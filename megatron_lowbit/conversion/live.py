@@ -213,10 +213,11 @@ def _converted(model: nn.Module, layout: Layout) -> LiveExport:
     weights: dict[str, Weight] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LowbitLinear) and module.precision.fprop.rhs is not None:
-            name = names.get(id(state[_WRAPPER.sub("", f"{path}.weight").removeprefix(".")]))
+            stored = _WRAPPER.sub("", f"{path}.weight").removeprefix(".")
+            name = names.get(id(state.get(stored)))
             require(not path.endswith(".base_layer"), f"{path} has an adapter; merge it first")
             if name is None:
-                raise UserError(f"{path}: transformers saves its weight as part of another tensor")
+                raise UserError(f"{path}: its weight is saved as another tensor, or part of one")
             weights[name] = _weight(module, name, tensors)
             check_weight(weights[name], layout, module.in_features)
     require(len(weights) > 0, "quantized_weights: no converted layer quantizes a weight in fprop")

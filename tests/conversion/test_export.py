@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from megatron_lowbit import convert, export, load_recipe
 from megatron_lowbit.conversion.command import main
@@ -197,6 +198,10 @@ def test_refusals_leave_nothing(tmp_path):
     adapted.model.layers[0].mlp.up_proj = Adapter(adapted.model.layers[0].mlp.up_proj)
     with pytest.raises(UserError, match=r"up_proj\.base_layer has an adapter; merge it"):
         export(convert(adapted, "qat-mxfp8"), tmp_path / "served")
+    pruned = convert(llama(torch.bfloat16), "qat-mxfp8")
+    prune.identity(pruned.model.layers[1].mlp.up_proj, "weight")
+    with pytest.raises(UserError, match=r"1\.mlp\.up_proj: its weight is saved as another tensor"):
+        export(pruned, tmp_path / "served")
     with pytest.raises(UserError, match=r"'model.embed_tokens.weight'.* is no plain tensor"):
         export(copy.deepcopy(model).to("meta"), tmp_path / "served")
     assert not list(tmp_path.iterdir())
