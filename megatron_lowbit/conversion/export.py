@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, write_json, write_tensors
@@ -53,7 +52,7 @@ def export(
     tied = set(getattr(described, "_tied_weights_keys", None) or ())
     left_out = tied if getattr(described.config, "tie_word_embeddings", False) else set()
     contents = [lazy for lazy in plan.contents if not left_out & lazy.outline.keys()]
-    with torch.no_grad(), resumable_output(output, force, None, len(contents)) as partial:
+    with resumable_output(output, force, None, len(contents)) as partial:
         write_tensors(partial, contents, SHARD_BYTES)
         write_json(partial.path / CONFIG, config)
         if getattr(described, "generation_config", None) is not None:

@@ -124,8 +124,7 @@ def quantized_weights(
             scaling; a model of no known family, or of which other processes hold a part.
     """
     for lazy in plan_export(model, recipe, layout).contents:
-        with torch.no_grad():
-            yield from lazy.make().items()
+        yield from lazy.make().items()
 
 
 def quantization_config(

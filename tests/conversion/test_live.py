@@ -140,7 +140,10 @@ def test_logits_of_weights_decoded_to_bf16_differ_by_their_rounding(recipe, monk
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_other_tensors_are_the_models(recipe):
     model = convert(llama(torch.bfloat16), recipe)
-    tensors = dict(quantized_weights(model, layout=layout_of(recipe)))
+    tensors = {}
+    for name, tensor in quantized_weights(model, layout=layout_of(recipe)):
+        assert torch.is_grad_enabled() and not tensor.requires_grad
+        tensors[name] = tensor
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(tensors[name], model.get_parameter(name))
     config = quantization_config(model, layout=layout_of(recipe))
