@@ -181,7 +181,8 @@ def _one_by_one(words: Sequence[str]) -> str | None:
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that Megatron-LM wants with these arguments."""
-    variables = {} if "--use-megatron-fsdp" in words else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    parallel = {"--use-megatron-fsdp", "--overlap-moe-expert-parallel-comm"} & {*words}
+    variables = {} if parallel else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return variables | {name: "1" for argument, name in _SWITCHES.items() if argument in words}
 
 

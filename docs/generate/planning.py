@@ -12,8 +12,9 @@ from pathlib import Path
 
 import yaml
 from render import RESULTS, ROOT, parser, render, replace_sections, table
-from results import KINDS, read_steps
+from steps import KINDS, read_steps
 
+from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.planning.device import Device
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import gpu
@@ -148,7 +149,7 @@ def long_steps(results: Path) -> str:
             own_fp8 = "--fp8-format" in case.arguments
             if "error" in row or (graphs and not case.graphs) or own_fp8:
                 continue
-            words = flagship.words_of(case, 1)
+            words = expand_files(from_root(flagship.words_of(case, 1)))
             vocabulary = int(words[words.index("--vocab-size") + 1])
             estimate = planned(words, 1, vocabulary, card, "mamba-ssm")
             cells = _beside(estimate, 2**30, row["peak_gib"], row["tokens_per_s"])

@@ -14,9 +14,10 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from leaderboard import (
@@ -30,36 +31,24 @@ from leaderboard import (
 )  # fmt: skip
 from render import RESULTS, ROOT, parser, recipe_section, render, replace_sections
 from results_pictures import Bars, draw_curves, draw_steps, is_own
+from steps import (
+    BASES,
+    BF16,
+    KINDS,
+    MXFP8,
+    NOISE,
+    ORDER,
+    PICTURED,
+    SAME_LOSS,
+    TIMES,
+    Steps,
+    read_steps,
+)
 
 from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Job, read_study, training_words
 
-# isort: split
-from benchmarks import flagship
-
-KINDS = ("h100", "h200")
 STUDY = ROOT / "examples" / "studies" / "flagship.yaml"
-BF16, OWN_FP8, TENSORWISE = (
-    f"Megatron-LM {name}" for name in ("BF16", "FP8 blockwise", "FP8 tensorwise")
-)
-NATIVE = f"{TENSORWISE}, native fused loss"
-"""Megatron-LM's tensorwise FP8 as fast as it is without this project."""
-SAME_LOSS, BF16_SAME_LOSS = "× tensorwise, same loss", "× BF16, same loss"
-BASES = {
-    "× BF16": BF16,
-    BF16_SAME_LOSS: BF16,
-    "× blockwise": OWN_FP8,
-    "× tensorwise, native fused loss": NATIVE,
-    SAME_LOSS: TENSORWISE,
-}
-"""Precisions that rows are compared with, by the headings of the ratios.
-
-They have the losses that their names say; under "same loss" the loss is the row's own. A model has
-one column of BF16: that of the same loss, if the default loss was not measured.
-"""
-PICTURED, TIMES = "llama-8b", ("× BF16", "× tensorwise, native fused loss")
-"""Model whose steps in graphs the pictures show, and the ratios at their bars."""
-MXFP8, MXFP8_OUTPUT = "mxfp8, own loss", "mxfp8 with its output layer, own loss"
 RECOMMENDED = {
     "mxfp8": "pretraining on H100 and H200",
     "mxfp8 with its output layer": "faster, with a larger loss gap",
@@ -68,135 +57,7 @@ RECOMMENDED = {
     "nvfp4": "NVIDIA's NVFP4 pretraining",
 }
 """Recipes of README's table, and their use."""
-CHOICES = (BF16, NATIVE, f"{TENSORWISE}, own loss", MXFP8, MXFP8_OUTPUT)
-"""Precisions of README's picture."""
-NOISE = 0.01
-"""Differences of medians below this share are not told from noise."""
-ORDER = list(flagship.DECLARED["precisions"])
 DATA = "--data-path data/linux --tokenizer-model data/linux-tokenizer"
-
-
-class Steps(NamedTuple):
-    """Rows of a kind of GPU by model, precision and graphs, and the machine that they are from.
-
-    ``times`` is the file of GPU time by kind of kernel, where there is one.
-    """
-
-    rows: dict[tuple[str, str, bool], dict]
-    times: dict | None
-    machine: dict
-    models: dict[str, str]
-    peak: float
-
-    def of(self, model: str, failed: bool | None = None) -> list[dict]:
-        """Return a model's rows, all or only those that did or did not fail, in ORDER.
-
-        Rows in graphs come first.
-        """
-        place = {precision: i for i, precision in enumerate(ORDER)}
-        rows = [row for row in self.rows.values() if row["model"] == model]
-        rows.sort(key=lambda row: (not row["graphs"], place.get(row["precision"], len(place))))
-        return [row for row in rows if failed in (None, "error" in row)]
-
-    def bases(self, model: str) -> list[str]:
-        """Return the headings of BASES that have a ratio for a row of a model."""
-        rows = self.of(model, failed=False)
-        done = {row["precision"] for row in rows}
-        return [
-            heading
-            for heading, base in BASES.items()
-            if (base in done and heading != BF16_SAME_LOSS)
-            or (base not in done and any(self.ratio(row, heading) is not None for row in rows))
-        ]
-
-    def ratio(self, row: dict, heading: str) -> float | None:
-        """Return the speed of a row relative to a precision of BASES."""
-        base = BASES[heading]
-        if heading.endswith("same loss"):
-            _, comma, loss = row["precision"].partition(", ")
-            base += comma + loss
-        other = self.rows.get((row["model"], base, row["graphs"]), {})
-        return row["tokens_per_s"] / other["tokens_per_s"] if "tokens_per_s" in other else None
-
-    def figures(self, model: str) -> list[list[object]]:
-        """Return the cells of a model's rows that ended well."""
-        return [
-            [
-                f"{row['precision']}{', graphs' if row['graphs'] else ''}",
-                f"{row['median_ms']:.0f} ({row['fastest_ms']:.0f})",
-                f"{row['tokens_per_s']:,}",
-                f"{row['tflop_per_s']:.0f}",
-                f"{row['mfu']:.1%}",
-                f"{row['peak_gib']:.1f}",
-                *(self.ratio(row, heading) for heading in self.bases(model)),
-            ]
-            for row in self.of(model, failed=False)
-        ]
-
-    def slower_than(self, heading: str) -> list[str]:
-        """Name the rows of recipes that are slower, by more than noise, than one of BASES."""
-        models = [model for model in self.models if heading in self.bases(model)]
-        recipes = [
-            row
-            for row in self.rows.values()
-            if row["model"] in models and not is_own(row["precision"])
-        ]
-        ratios = {row["case"]: self.ratio(row, heading) for row in recipes if "error" not in row}
-        return [
-            f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1 - NOISE
-        ]
-
-    def pictured(self) -> dict[str, dict]:
-        """Return the rows of PICTURED in graphs by precision."""
-        rows = self.of(PICTURED, failed=False)
-        return {row["precision"]: row for row in rows if row["graphs"]}
-
-    def choices(self) -> dict[str, dict]:
-        """Return the rows of CHOICES; none if one is missing."""
-        rows = self.pictured()
-        return {name: rows[name] for name in CHOICES} if rows.keys() >= set(CHOICES) else {}
-
-    def gpu_times(self) -> list[list[object]]:
-        """Return each profiled case, its commit and the milliseconds of ``kinds``."""
-        return [
-            [row["case"], row["commit"][:7], *map(row["milliseconds"].get, self.kinds)]
-            for row in self.timed
-        ]
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of kernels of any profiled case."""
-        return list(dict.fromkeys(kind for row in self.timed for kind in row["milliseconds"]))
-
-    @property
-    def timed(self) -> list[dict]:
-        """Rows of the cases that were profiled."""
-        return [row for row in self.times["rows"] if "error" not in row] if self.times else []
-
-
-def read_steps(results: Path, kind: str) -> Steps | None:
-    """Read the files of a kind of GPU; None where there are none.
-
-    Raises:
-        SystemExit: one is of another GPU, or none holds a row that ended well.
-    """
-    files = sorted(results.glob(f"flagship-{kind}*.json"))
-    if not files:
-        return None
-    rows: dict[tuple[str, str, bool], dict] = {}
-    for file in files:
-        data = json.loads(file.read_text())
-        if kind.upper() not in data["machine"]["gpu"]:
-            raise SystemExit(f"error: {file}: measured on {data['machine']['gpu']}")
-        for row in data["rows"]:
-            key = row["model"], row["precision"], row["graphs"]
-            if "error" not in row or key not in rows:
-                rows[key] = row
-    if all("error" in row for row in rows.values()):
-        raise SystemExit(f"error: {files[0]}: no case ended well")
-    file = results / f"gpu-time-{kind}.json"
-    times = json.loads(file.read_text()) if file.is_file() else None
-    return Steps(rows, times, data["machine"], data["models"], data["peak_tflops"])
 
 
 def kept_run(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
@@ -292,27 +153,67 @@ def caption(shown: Sequence[Steps]) -> dict[str, Any]:
         + [f"{steps.ratio(steps.choices()[MXFP8], base):.2f}" for base in TIMES]
         for steps in shown
     ]
-    return {"ratios": ratios, "title": shown[0].models[PICTURED], "noise": NOISE}
+    words = {"title": shown[0].models[PICTURED], "noise": NOISE, "peak": shown[0].peak}
+    return words | {"ratios": ratios}
 
 
-def recommended(shown: Sequence[Steps], board: Sequence[dict]) -> list[list[str]]:
+def board_gaps(file: Path) -> dict[str, str]:
+    """Return the loss gaps of the leaderboard by name, none without its file."""
+    board = json.loads(file.read_text()) if file.is_file() else []
+    pairs = paired_gaps(losses_of(board)) if board else {}
+    return {name: shown_gap(*pair) for name, pair in pairs.items() if name != "bf16"}
+
+
+def linked(name: str, folder: str) -> str:
+    """Return a recipe and its change, as rows name it, with a link from a folder's pages."""
+    recipe, _, change = name.partition(" ")
+    return f"[`{recipe}`]({folder}recipes/{recipe_section(recipe)}) {change}".rstrip()
+
+
+def for_each(ratios: Sequence[float | None]) -> str:
+    """Return the cell of a table with a ratio for each GPU."""
+    return " / ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+
+
+def recommended(shown: Sequence[Steps], gaps: dict[str, str]) -> list[list[str]]:
     """Return the table of RECOMMENDED: use, ratios with a figure for each GPU, gap on the board."""
-    gaps_by_name = paired_gaps(losses_of(board)) if board else {}
     lines = [["recipe", "use", "× BF16", "× FP8", "× FP8, same loss", "loss gap"]]
     for name, use in RECOMMENDED.items():
-        rows = [steps.rows.get((PICTURED, f"{name}, own loss", True)) for steps in shown]
+        rows = [(steps, steps.rows.get((PICTURED, f"{name}, own loss", True))) for steps in shown]
         ratios = [
-            " / ".join(
-                f"{steps.ratio(row, base):.2f}" if row else "–"
-                for steps, row in zip(shown, rows, strict=True)
-            )
+            for_each([row and steps.ratio(row, base) for steps, row in rows])
             for base in (*TIMES, SAME_LOSS)
         ]
-        recipe, _, change = name.partition(" ")
-        gap = shown_gap(*gaps_by_name[name]) if name in gaps_by_name else "not measured"
-        link = f"[`{recipe}`](docs/recipes/{recipe_section(recipe)}) {change}".rstrip()
-        lines.append([link, use, *ratios, gap])
+        lines.append([linked(name, "docs/"), use, *ratios, gaps.get(name, "not measured")])
     return lines
+
+
+def overview(shown: Sequence[Steps], gaps: dict[str, str]) -> list[list[str]]:
+    """Return the table of all precisions: the speedups of each model on each GPU, and the gap."""
+    titles = {model: title for steps in shown for model, title in steps.models.items()}
+    speeds = {model: [steps.speedups(model) for steps in shown] for model in titles}
+    speeds = {model: by_gpu for model, by_gpu in speeds.items() if any(by_gpu)}
+    lines = [["", *(titles[model].partition(", ")[0] for model in speeds), "loss gap"]]
+    names = {precision.partition(", ")[0] for precision in ORDER} - {BF16}
+    for name in sorted(names, key=lambda name: (not is_own(name), name)):
+        ratios = [[speed.get(name) for speed in by_gpu] for by_gpu in speeds.values()]
+        if any(map(any, ratios)):
+            label = name if is_own(name) else linked(name, "")
+            cells = [for_each(cell) if any(cell) else "" for cell in ratios]
+            lines.append([label, *cells, gaps.get(name, "")])
+    return lines
+
+
+def memory(file: Path) -> dict | None:
+    """Return a file of peak memory with a table, the smallest first; None where there is none."""
+    if not file.is_file():
+        return None
+    data = json.loads(file.read_text())
+    cases = f"{PICTURED} graphs "
+    peaks = {row["case"].removeprefix(cases): row["peak_gib"] for row in data["rows"]}
+    rows = sorted(peaks.items(), key=itemgetter(1))
+    table = [[name, f"{gib:.1f}", f"{gib - peaks[BF16]:+.1f}"] for name, gib in rows]
+    return data | {"peaks": peaks, "table": table}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -333,8 +234,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     gaps_by_name = gaps_of(runs)
     about = {"runs": runs, "seeds": len({run["seed"] for run in runs}), **provenance(runs)}
     longer = longer_runs(runs, gaps_by_name)
-    words = caption(shown)
-    text = render("results", measured=found, longer=longer, bases=BASES, **words, **about)
+    words = caption(shown) | {"memory": memory(args.results / "peak_memory-h200.json")}
+    gaps = board_gaps(args.results / "leaderboard.json")
+    tables = {"measured": found, "longer": longer, "overview": overview(shown, gaps)}
+    text = render("results", bases=BASES, **tables, **words, **about)
     images = args.root / "docs" / "images"
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")
@@ -342,9 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, rows_of in (("results", Steps.choices), ("results-steps", Steps.pictured)):
         draw_steps([bars(steps, rows_of(steps)) for steps in shown], TIMES, images / f"{name}.png")
     (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
-    board_file = args.results / "leaderboard.json"
-    board = json.loads(board_file.read_text()) if board_file.is_file() else []
-    section = render("readme-results", recommended=recommended(shown, board), **words)
+    section = render("readme-results", recommended=recommended(shown, gaps), **words)
     replace_sections(args.root / "README.md", {"results": section})
 
 

@@ -33,6 +33,7 @@ _REFUSED = {
     # With these Megatron-LM 0.19.2 ends every run in an error of Python.
     "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",
     "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; leave it out",
+    "--logits-load-dir": "training does not read a teacher's logits; give --distill-from",
     "--rl-profile": "its profiler is not in Megatron-LM's package; leave it out",
 }
 """Arguments that no run supports, and why."""

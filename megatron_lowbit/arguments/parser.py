@@ -66,6 +66,10 @@ class RecipeArguments:
     wgrad.input.requantize, instead of in BF16; needs --moe-token-dispatcher-type alltoall and
     --moe-grouped-gemm"""
 
+    distill_from: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
+    """train towards the output of an unquantized teacher, the newest checkpoint in DIR, of the same
+    model: the loss is the KL divergence instead of the cross-entropy"""
+
     log_quantization_error_interval: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
     )

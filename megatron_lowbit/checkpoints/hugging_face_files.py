@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 COMPANIONS = (
     "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "generation_config.json", "*.model",
+    "chat_template*", "additional_chat_templates/*.jinja", "generation_config.json", "*.model",
 )  # fmt: skip
 """Files other than weights that a converted folder keeps."""
 DTYPE_NAMES = {
@@ -188,8 +188,12 @@ def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]
     """Write config.json into a folder, and copy another's tokenizer and generation files there."""
     target.mkdir(exist_ok=True)
     write_json(target / CONFIG, config)
-    for file in companion_files(source) if source is not None else ():
-        shutil.copy2(file, target / file.name)
+    if source is None:
+        return
+    for file in companion_files(source):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(file, copy)
 
 
 def companion_files(folder: Path) -> list[Path]:

@@ -179,12 +179,15 @@ def _send_codes(
 ):  # fmt: skip
     """Write TM rows' codes and scales to where the other ranks gather them."""
     PER: tl.constexpr = 8 // S.element.bits
+    WIDTH: tl.constexpr = 1 if S.row_scaled else TN // BLOCK
+    blocks = 1 if S.row_scaled else C // BLOCK
     behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
     for i in tl.static_range(PARTS):
-        at, block, blocks = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK, C // BLOCK
+        at = (col0 + i * TN) // PER
+        block = 0 if S.row_scaled else (col0 + i * TN) // BLOCK
         tile = load_raw(codes, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
         _store_to_others(buffers, gathered, tile, rank, row0, at, R, C // PER, RANKS, EVEN)
-        scale = load_raw(scales, blocks, 1, row0, block, R, blocks, TM, TN // BLOCK, EVEN)
+        scale = load_raw(scales, blocks, 1, row0, block, R, blocks, TM, WIDTH, EVEN)
         _store_to_others(buffers, behind, scale, rank, row0, block, R, blocks, RANKS, EVEN)
 
 
@@ -195,14 +198,17 @@ def _take_codes(
 ):  # fmt: skip
     """Copy codes and scales that another rank has made; NaN scales after a failure."""
     PER: tl.constexpr = 8 // S.element.bits
+    WIDTH: tl.constexpr = 1 if S.row_scaled else TN // BLOCK
+    blocks = 1 if S.row_scaled else C // BLOCK
     behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
     theirs = _shared(buffers, rank, gathered, codes.dtype.element_ty)
     their_scales = _shared(buffers, rank, behind, scales.dtype.element_ty)
     for i in tl.static_range(PARTS):
-        at, block, blocks = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK, C // BLOCK
+        at = (col0 + i * TN) // PER
+        block = 0 if S.row_scaled else (col0 + i * TN) // BLOCK
         tile = load_raw(theirs, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
         store_tile(codes, tile, row0, at, R, C // PER, EVEN)
-        scale = load_raw(their_scales, blocks, 1, row0, block, R, blocks, TM, TN // BLOCK, EVEN)
+        scale = load_raw(their_scales, blocks, 1, row0, block, R, blocks, TM, WIDTH, EVEN)
         if scales.dtype.element_ty == tl.float32:
             scale = tl.where(ok, scale, float("nan"))
         else:

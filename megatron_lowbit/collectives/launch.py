@@ -169,8 +169,7 @@ def _plan(
     norm: MXNorm | RMSNorm, quantizer: Quantizer | None, keep_rows: bool, keep_sums: bool,
     given: tuple[bool, bool], path: str | None,
 ) -> _Plan:  # fmt: skip
-    # Codes are gathered with a scale per block.
-    compact = not keep_rows and not keep_sums and not quantizer.format.row_scaled
+    compact = not keep_rows and not keep_sums
     if path is None:
         # By measurement.
         small = rows * columns * dtype.itemsize <= _one_stage_bytes(ranks)

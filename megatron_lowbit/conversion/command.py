@@ -41,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     quantized = None
     if args.quantized:
-        quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
-    named = args.recipe or args.recipe_set
-    require(bool(quantized or not named), "--recipe and --recipe-set go with --quantized")
+        quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set, args.calibrate)
+    named = args.recipe or args.recipe_set or args.calibrate
+    message = "--recipe, --recipe-set and --calibrate go with --quantized"
+    require(bool(quantized or not named), message)
     is_export = args.command == "to-hugging-face"
     if is_export and (warning := next_steps.missing_packages(args.quantized)):
         require(not args.verify, f"--verify: {warning}")
@@ -126,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
             "--verify-tokens", type=int, nargs="+", default=TOKENS, metavar="ID",
             help="token ids for --verify (default: 1 to 8)",
         )  # fmt: skip
-    there.set_defaults(dtype=None, quantized=None, recipe=[], recipe_set=[], vocab_size=None)
+    there.set_defaults(
+        dtype=None, quantized=None, recipe=[], recipe_set=[], vocab_size=None, calibrate=None
+    )
     back.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     back.add_argument(
         "--carry", type=Path, metavar="FOLDER", help="folder whose tokenizer is copied to OUTPUT"
@@ -146,5 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument(
         "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
         help="change a field of that recipe, as in training (repeatable)",
+    )  # fmt: skip
+    back.add_argument(
+        "--calibrate", type=Path, metavar="TEXT",
+        help="compute the tensor scales of inputs by a forward pass over this file or folder",
     )  # fmt: skip
     return parser

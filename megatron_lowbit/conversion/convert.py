@@ -41,10 +41,12 @@ from megatron_lowbit.conversion.quantized import (
     quantized_tensors,
     recipe_digest,
     recipe_of,
+    scales_lost_in_engines,
 )
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.json_files import Entries, read_object
+from megatron_lowbit.recipes import Recipe
 from megatron_lowbit.storage.resumable_output import resumable_output
 
 ITERATION = 0
@@ -235,12 +237,19 @@ def to_hugging_face(
     stored = checkpoint.dtype(rules[0].targets[0])
     config["torch_dtype"] = dtype or str(stored).removeprefix("torch.")
     plan = None
+    amaxes: dict[str, Tensor] = {}
     if quantized is not None:
         recipe, layout = recipe_of(quantized, checkpoint), LAYOUTS[quantized.layout]
         plan = plan_quantization(recipe, layout, checkpoint, rules, model["num_layers"])
+        if quantized.calibration is not None:
+            described = ConvertibleModel(family.name, model, rules)
+            amaxes = _calibrate(quantized.calibration, recipe, source, described, companions)
+            plan = plan_quantization(recipe, layout, checkpoint, rules, model["num_layers"], amaxes)
         quantized_names = [name for names in plan.weights for name in names]
         check_experts(quantized_names, config, plan.layout.name)
         config[QUANTIZATION] = plan.config
+        if advice := scales_lost_in_engines(plan.weights.items()):
+            say(advice)
     contents = stack_experts(
         [
             quantized_tensors(checkpoint, plan.weights[rule.names], plan.layout)
@@ -253,6 +262,7 @@ def to_hugging_face(
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
             "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
             "recipe": quantized and recipe_digest(quantized, checkpoint), "dtype": dtype,
+            "inputs": {path: float(amax) for path, amax in amaxes.items()},
             "shard_bytes": shard_bytes}  # fmt: skip
     with resumable_output(output, force, task, len(contents)) as partial:
         write_tensors(partial, contents, shard_bytes)
@@ -260,6 +270,25 @@ def to_hugging_face(
         if plan is not None:
             finish(partial.path, checkpoint, plan)
     return ConvertibleModel(family.name, model, rules)
+
+
+def _calibrate(
+    text: Path, recipe: Recipe, source: Path, model: ConvertibleModel, tokenizer: Path | None
+) -> dict[str, Tensor]:
+    """Return the amaxes of inputs in a forward pass over text; see ``calibration.py``.
+
+    Raises UserError where the recipe needs none, or there is no tokenizer.
+    """
+    inputs = [precision.fprop.lhs for precision in recipe.configs.values()]
+    needed = any(side is not None and side.format.tensor_scaled for side in inputs)
+    message = f"--calibrate: recipe {recipe.name} quantizes no input with a tensor scale"
+    require(needed, f"{message}; leave it out, or give --recipe qat-nvfp4-activations")
+    if tokenizer is None:
+        raise UserError("--calibrate needs a tokenizer: give its folder as --carry")
+    # It needs megatron-core's models, which take seconds to import.
+    from megatron_lowbit.conversion.calibration import input_amaxes
+
+    return input_amaxes(source, model, text, tokenizer)
 
 
 def lazy_tensors(tensors: TensorSource, rule: Rule, dtype: torch.dtype | None) -> LazyTensors:

@@ -5,7 +5,7 @@ checkpoint is written, and no weight is quantized twice. Exports have the same l
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +26,7 @@ from megatron_lowbit.conversion.quantized import (
     config_of,
     plan_quantization,
     quantized_tensors,
+    scales_lost_in_engines,
     weight_of,
 )
 from megatron_lowbit.errors import UserError, require, require_type
@@ -120,8 +121,9 @@ def quantized_weights(
         layout: one of ``conversion.LAYOUTS``.
 
     Raises:
-        UserError: a weight that the layout cannot hold with its bits; nothing to quantize; delayed
-            scaling; a model of no known family, or of which other processes hold a part.
+        UserError: a weight that the layout cannot hold, or engines cannot load, with its bits;
+            nothing to quantize; delayed scaling; a model of no known family, or of which other
+            processes hold a part.
     """
     for lazy in plan_export(model, recipe, layout).contents:
         yield from lazy.make().items()
@@ -158,6 +160,7 @@ def plan_export(model: nn.Module, recipe: Recipe | str | None, layout: str) -> L
     ]
     message = f"{delayed[:1]}: delayed scaling is not exported from a model in memory"
     require(not delayed, f"quantized_weights: {message}; save a checkpoint and convert it")
+    _check_scales(plan.weights.values())
     contents = (
         quantized_tensors(tensors, plan.weights[rule.names], plan.layout)
         if rule.names in plan.weights
@@ -220,6 +223,7 @@ def _converted(model: nn.Module, layout: Layout) -> LiveExport:
             weights[name] = _weight(module, name, tensors)
             check_weight(weights[name], layout, module.in_features)
     require(len(weights) > 0, "quantized_weights: no converted layer quantizes a weight in fprop")
+    _check_scales(weights.values())
     contents = (
         quantized_tensors(tensors, weights[name], layout)
         if name in weights
@@ -239,6 +243,11 @@ def _as_saved(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     except ImportError:  # transformers 4 saves what it has in memory
         return state
     return cast(dict[str, Tensor], revert_weight_conversion(model, state))
+
+
+def _check_scales(weights: Iterable[Weight]) -> None:
+    if advice := scales_lost_in_engines((weight.rule.names, weight) for weight in weights):
+        raise UserError(f"quantized_weights: {advice}")
 
 
 def _weight(module: LowbitLinear, name: str, tensors: LiveTensors) -> Weight:

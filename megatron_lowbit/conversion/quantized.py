@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from megatron_lowbit.checkpoints.reader import (
     TensorSource,
 )
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.conversion.layouts.layout import Layout, Weight
+from megatron_lowbit.conversion.layouts.layout import Layout, Weight, rows_of_piece
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say
@@ -40,6 +41,8 @@ _FORMATS_ADVICE = "the checkpoint names its recipe; name it by --recipe"
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
 REPORT = "quantization_report.json"
 _COLUMNS = 130
+_FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+"""Weights of latent attention that serving engines multiply as one matrix, Megatron-LM as two."""
 _Energy = tuple[float, float]
 """Sums of squares of a weight and of its error."""
 
@@ -47,12 +50,14 @@ _Energy = tuple[float, float]
 class QuantizedAs(NamedTuple):
     """Request for an export: a layout's name, and a recipe and its overrides if not training's.
 
-    The first of two ``recipes`` gives fprop, the second the backward GEMMs.
+    The first of two ``recipes`` gives fprop, the second the backward GEMMs. ``calibration`` is text
+    from which the tensor scales of inputs are computed.
     """
 
     layout: str
     recipes: Sequence[str] = ()
     recipe_set: Sequence[str] = ()
+    calibration: Path | None = None
 
 
 class Quantization(NamedTuple):
@@ -71,9 +76,16 @@ class Quantization(NamedTuple):
 
 
 def plan_quantization(
-    recipe: Recipe, layout: Layout, tensors: TensorSource, rules: Sequence[Rule], num_layers: int
+    recipe: Recipe,
+    layout: Layout,
+    tensors: TensorSource,
+    rules: Sequence[Rule],
+    num_layers: int,
+    input_amaxes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Quantization:
     """Plan the weights to quantize: fprop's under the recipe before any of its switches.
+
+    ``input_amaxes``, by the paths of layers, replace the amaxes of the last steps.
 
     Raises UserError where the layout cannot hold a weight with its bits.
     """
@@ -84,7 +96,8 @@ def plan_quantization(
         layer, weight = _layer(rule.targets[0], num_layers), None
         if layer is not None:
             layers.append(layer)
-            weight = weight_of(recipe.precision_for(layer).fprop, layer, rule, tensors)
+            amax = input_amaxes.get(layer.path)
+            weight = weight_of(recipe.precision_for(layer).fprop, layer, rule, tensors, amax)
         if weight is not None:
             check_weight(weight, layout, tensors.shape(rule.targets[0])[-1])
             weights[rule.names] = weight
@@ -106,6 +119,25 @@ def config_of(
     # A tied head has no tensor of its own, but readers build the module.
     others = [name for key in (*unquantized, "lm_head") for name in _names_of_module(key)]
     return layout.config(modules, list(dict.fromkeys(others)))
+
+
+def scales_lost_in_engines(weights: Iterable[tuple[Sequence[str], Weight]]) -> str | None:
+    """Return advice about weights that serving engines load with another tensor scale, or None.
+
+    vLLM 0.32.0 and SGLang 0.5.23 load ``_FUSED`` as one matrix with one tensor scale. vLLM takes
+    one of the two without an error, and so decodes the other weight wrong.
+    """
+    scaled = {name for names, weight in weights if weight.format.tensor_scaled for name in names}
+    first, second = _FUSED
+    modules = sorted(name.removesuffix(first) for name in scaled if name.endswith(first))
+    fused = [module for module in modules if module + second in scaled]
+    return (
+        f"vLLM and SGLang give {fused[0]}{first} and {second} one tensor scale, but they have two "
+        f"({len(fused)} such pairs): for these engines keep both in high precision by a matcher, "
+        "or use a format without tensor scale"
+        if fused
+        else None
+    )
 
 
 def _names_of_module(name: str) -> list[str]:
@@ -175,7 +207,7 @@ def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> 
     rule = weight.rule
 
     def encode(content: Tensor) -> dict[str, Tensor]:
-        quantized = weight.quantizer(content.float(), None if content.is_meta else weight.amax)
+        quantized = quantize_in_pieces(content, weight)
         scales, rows = quantized.scales, quantized.codes.shape[0]
         if scales.shape[0] < rows:
             scales = scales.repeat_interleave(quantized.format.block_rows, dim=0)[:rows]
@@ -199,10 +231,36 @@ def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> 
     return LazyTensors(outline, lambda: encode(rule.read(tensors)))
 
 
+def quantize_in_pieces(content: Tensor, weight: Weight) -> QuantizedTensor:
+    """Quantize a weight some rows at a time, with the bits of the whole.
+
+    Args:
+        content: (R, K), BF16 or FP32, or without content on the ``meta`` device.
+        weight: format and amax.
+    """
+    quantizer, format, amax = weight.quantizer, weight.format, weight.amax
+    if content.is_meta:
+        return quantizer(content)
+    pieces = content.split(rows_of_piece(content.shape[1], format.block_rows))
+    if format.tensor_scaled and not isinstance(amax, Tensor):
+        current = torch.stack([piece.float().abs().amax() for piece in pieces]).amax()
+        amax = current if amax is None else amax.resolve(current)
+    parts = [quantizer(piece.float(), amax) for piece in pieces]
+    codes, scales = (
+        torch.cat([_as_integers(tensor) for tensor in tensors]).view(tensors[0].dtype)
+        for tensors in ([part.codes for part in parts], [part.scales for part in parts])
+    )
+    return replace(parts[0], codes=codes, scales=scales, shape=tuple(content.shape))
+
+
+def _as_integers(x: Tensor) -> Tensor:
+    """View a tensor as integers: torch does not concatenate FP8."""
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.uint8)
+
+
 def _split(rows: Tensor, rule: Rule) -> list[Tensor]:
-    """Return contiguous parts, split as integers: torch does not concatenate FP8."""
-    integers = torch.int32 if rows.dtype == torch.float32 else torch.uint8
-    parts = rule.to_hugging_face(rows.view(integers))
+    """Return the contiguous parts of a weight's codes or scales."""
+    parts = rule.to_hugging_face(_as_integers(rows))
     return [part.contiguous().view(rows.dtype) for part in parts]
 
 
@@ -222,14 +280,23 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
 
 
 def weight_of(
-    fprop: GemmPrecision, layer: Layer, rule: Rule, tensors: TensorSource
+    fprop: GemmPrecision,
+    layer: Layer,
+    rule: Rule,
+    tensors: TensorSource,
+    input_amax: Tensor | None = None,
 ) -> Weight | None:
-    """Return the weight of a layer, if fprop quantizes it."""
+    """Return the weight of a layer, if fprop quantizes it.
+
+    ``input_amax`` is an FP32 scalar; None for the amax of training's last steps.
+    """
     if fprop.rhs is None:
         return None
     require(fprop.hadamard is None, _refusal(layer, "goes through a Hadamard transform"))
     earlier = _earlier_amaxes(fprop, layer, tensors)
-    input_format, input_scale = _input(fprop, earlier)
+    if input_amax is None and earlier is not None:
+        input_amax = earlier[0]
+    input_format, input_scale = _input(fprop, input_amax)
     amax = None if earlier is None else DelayedAmax(earlier[1], None)
     return Weight(layer, fprop.rhs, rule, amax, input_format, input_scale)
 
@@ -249,13 +316,11 @@ def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: TensorSource) -
     return amaxes[[OPERANDS.index((Gemm.FPROP, role)) for role in GEMM_ROLES[Gemm.FPROP]]]
 
 
-def _input(
-    fprop: GemmPrecision, earlier: Tensor | None
-) -> tuple[BlockFormat | None, Tensor | None]:
+def _input(fprop: GemmPrecision, amax: Tensor | None) -> tuple[BlockFormat | None, Tensor | None]:
     """Return the format of fprop's input for a reader, and its tensor scale; None for no format.
 
     Readers do not round at random or scale by three quarters. They take a tensor scale only with
-    weights of that format, and it has to be known from training's last steps.
+    weights of that format, and it has to be known, from an amax.
     """
     quantizer, weight = fprop.lhs, fprop.rhs
     if quantizer is None or quantizer.rounding is not Rounding.NEAREST_EVEN:
@@ -266,10 +331,10 @@ def _input(
     if not format.tensor_scaled:
         return format, None
     alike = weight is not None and weight.format.name.removesuffix("-2d") == format.name
-    if earlier is None or earlier[0] <= 0 or not alike:
+    if amax is None or amax <= 0 or not alike:
         return None, None
     nothing = torch.zeros(format.block_rows, format.block)
-    return format, quantizer(nothing, earlier[0]).tensor_scale
+    return format, quantizer(nothing, amax).tensor_scale
 
 
 def _refusal(layer: Layer, why: str) -> str:
@@ -319,11 +384,9 @@ def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
     blocks: dict[int, list[tuple[str, str, _Energy]]] = {}
     for weight in plan.weights.values():
         format = str(weight.format)
-        parts = weight.rule.to_hugging_face(weight.rule.read(tensors).float())
+        parts = weight.rule.to_hugging_face(weight.rule.read(tensors))
         for name, part in zip(weight.rule.names, parts, strict=True):
-            noise = part - folder.dequantized(name)
-            signal, error = (float(x.square().sum(dtype=torch.float64)) for x in (part, noise))
-            energy = (signal, error)
+            energy = _energy(part, folder.dequantized(name))
             blocks.setdefault(weight.layer.block, []).append((name, format, energy))
             weights[name] = {"format": format, "sqnr_db": _sqnr([energy])}
     total = _sqnr(energy for members in blocks.values() for _, _, energy in members)
@@ -342,6 +405,17 @@ def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
         block_sqnr, low = ("exact" if x is None else f"{x:.2f}" for x in (total, lowest))
         table.add_row(str(block), str(len(members)), formats, block_sqnr, f"{low} {name}")
     plain_console(_COLUMNS).print(table)
+
+
+def _energy(weight: Tensor, stored: Tensor) -> _Energy:
+    """Return the sums of squares of a weight (R, K) and of the error of its stored values."""
+    signal = noise = 0.0
+    rows = rows_of_piece(weight.shape[1])
+    for piece, values in zip(weight.split(rows), stored.split(rows), strict=True):
+        exact = piece.double()
+        signal += float(exact.square().sum())
+        noise += float(exact.sub_(values).square_().sum())
+    return signal, noise
 
 
 def _sqnr(energies: Iterable[_Energy]) -> float | None:

@@ -83,13 +83,11 @@ def eager(function: _Function) -> _Function:
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype to which autocast casts on a device; None where it is off."""
     device_type = device.type
-    # Devices without autocast, such as meta, raise an error at the second question.
-    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+    # Devices without autocast, such as meta, raise an error at the second question, and torch 2.11
+    # cannot compile the call that asks whether a device has it.
+    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
-
-
-_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def compiled_linear(
 
 
 @torch.library.custom_op(
-    "megatron_lowbit::draw_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    "megatron_lowbit::draw_key", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _draw_key(x: Tensor, call: Tensor, number: int, *, device: torch.device) -> Tensor:
     return torch.tensor(call_key(_PRECISIONS[number]), device=device)

@@ -76,22 +76,31 @@ class GroupContext:
 
     def fprop_inputs(
         self, xs: RowSlices | GatheredRows, codes: QuantizedTensor | None, keep: bool
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return each layer's x (R, K) for fprop, or its codes of all; and what wgrad keeps."""
+    ) -> tuple[Sequence[Any], Any]:
+        """Return each layer's x (R, K) for fprop, or its codes of all; and what wgrad keeps.
+
+        A wgrad that requantizes keeps codes: of all rows at once where rows do not share scales.
+        """
         if not self.requantizes:
             return self.quantize(xs, Role.INPUT, Gemm.FPROP, Gemm.WGRAD if keep else None)
         request = self.context.request(Gemm.FPROP, Role.INPUT, 0, needs_codes=True)
-        if codes is None or request is None:
+        if request is not None and request.quantizer.rows_are_independent and codes is None:
+            rows = xs.template
+            codes, _ = self.context.quantize(rows, Role.INPUT, Gemm.FPROP, None, needs_codes=True)
+        if request is None or codes is None:
             inputs, _ = self.quantize(xs, Role.INPUT, Gemm.FPROP, None)
-        else:
-            inputs = self.context.engine.split_rows(codes, xs.rows, request)
-        return inputs, inputs
+            return inputs, inputs
+        return self.context.engine.split_rows(codes, xs.rows, request), codes
 
-    def wgrad_inputs(self, kept: Sequence[Any]) -> Sequence[Any]:
+    def wgrad_inputs(self, kept: Any, rows: Rows) -> Sequence[Any]:
         """Return each layer's input for wgrad, requantized as in :func:`operands.requantized`."""
         if not self.requantizes:
-            return kept
-        values = [self.context.engine.dequantize(codes, torch.bfloat16) for codes in kept]
+            return kept  # type: ignore[no-any-return]
+        decode = self.context.engine.dequantize
+        if isinstance(kept, QuantizedTensor):
+            values: Sequence[Tensor] = RowSlices(decode(kept, torch.bfloat16), rows)
+        else:
+            values = [decode(codes, torch.bfloat16) for codes in kept]
         return self.quantize(values, Role.INPUT, None, Gemm.WGRAD)[1]
 
     def _requests(self, gemm: Gemm | None, role: Role) -> Requests | None:
@@ -283,7 +292,7 @@ class _GroupedLinear(torch.autograd.Function):
                 dgrad = ctx.permutation.sum_by_token(dgrad)
         wgrads: Sequence[Tensor | None] = [None] * len(weights)
         if needs_wgrad:
-            wgrads = _accumulate_wgrads(group, by_col, group.wgrad_inputs(kept), weights)
+            wgrads = _accumulate_wgrads(group, by_col, group.wgrad_inputs(kept, tokens), weights)
         return dgrad, None, None, None, None, *wgrads
 
 

@@ -27,6 +27,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     rows = [attention_mask(described), local_layers(described), fused_loss(described)]
     rows += [graphs_of_experts(described), megatron_fsdp(described), schedules(args)]
     rows += [gemma_layers(args), document_masks(described), layer_wise_optimizer(described)]
+    rows.append(distillation(described))
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -159,6 +160,31 @@ def document_masks(args: Namespace) -> Rows:
     }
     flag = "--dataloader-inter-document-masking"
     return {f"{flag} needs {reason}": given for reason, given in reasons.items()}
+
+
+def distillation(args: Namespace) -> Rows:
+    """Return arguments that exclude ``--distill-from``."""
+    if args.distill_from is None:
+        return {}
+    reasons = {
+        "--pipeline-model-parallel-size above 1": (
+            "the teacher is not divided into stages", args.pipeline_model_parallel_size > 1
+        ),
+        "--mtp-num-layers": ("only the next token has a target", args.mtp_num_layers),
+        "--mxnorm": ("the teacher would have its norms", args.mxnorm),
+        "--fp8-format": ("the teacher would be quantized; name a recipe", args.fp8),
+        "--fp4-format": ("the teacher would be quantized; name a recipe", args.fp4),
+        "--cuda-graph-impl": ("the teacher is not captured", args.cuda_graph_impl != "none"),
+        "--use-megatron-fsdp": ("the teacher is not divided", args.use_megatron_fsdp),
+        "--use-torch-fsdp2": ("the teacher is not divided", args.use_torch_fsdp2),
+        "--overlap-moe-expert-parallel-comm": (
+            "its schedule passes by the teacher", args.overlap_moe_expert_parallel_comm
+        ),
+    }  # fmt: skip
+    return {
+        f"{flag} with --distill-from: {reason}; leave one of them out": given
+        for flag, (reason, given) in reasons.items()
+    }
 
 
 def megatron_fsdp(args: Namespace) -> Rows:

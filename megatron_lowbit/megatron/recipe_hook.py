@@ -26,6 +26,7 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.megatron import compatibility
+from megatron_lowbit.megatron.distillation import distill
 from megatron_lowbit.megatron.features import ExtraTensors, Feature
 from megatron_lowbit.megatron.features.allreduce_norm import FusedAllReduceNorm
 from megatron_lowbit.megatron.features.amax_history import AmaxHistories
@@ -110,6 +111,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.cross_entropy_fusion_impl in LOSSES:
         workarounds.hide_loss_from_second_parse()
         use_loss(model_config, args.cross_entropy_fusion_impl)
+    if args.distill_from is not None:
+        distill(model_config, args)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
         workarounds.use_torch_rms_norm()

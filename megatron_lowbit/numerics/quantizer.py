@@ -158,6 +158,12 @@ class Quantizer:
     rounding: Rounding = Rounding.NEAREST_EVEN
     splits_mean: bool = False
 
+    @property
+    def rows_are_independent(self) -> bool:
+        """True if the codes and scales of a row depend on that row alone."""
+        shared = self.format.tensor_scaled or self.format.block_rows > 1 or self.splits_mean
+        return not (shared or self.rounding is Rounding.STOCHASTIC)
+
     def __call__(
         self, x: Tensor, amax: Tensor | DelayedAmax | None = None, **options: Any
     ) -> QuantizedTensor:

@@ -39,6 +39,8 @@ class LowbitLinear(nn.Linear):
     """Modules whose weights share this weight's tensor scale; a tuple registers no submodule."""
     number: int
     """Number of the precision in this process, for ``torch.compile``."""
+    stochastic: bool
+    """True if a call draws a key; a compiler cannot read the precision's cached property."""
 
     def __init__(
         self,
@@ -60,12 +62,12 @@ class LowbitLinear(nn.Linear):
     def set_precision(self, precision: LinearPrecision, eval_precision: EvalPrecision) -> None:
         """Compute in a precision from now on."""
         self.precision, self.eval_precision = precision, eval_precision
-        self.number = number_of(precision)
+        self.number, self.stochastic = number_of(precision), precision.stochastic
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or a module that another process has pickled, under its number here."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.number = number_of(self.precision)
+        self.set_precision(self.precision, self.eval_precision)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``.
@@ -121,8 +123,7 @@ class LowbitLinear(nn.Linear):
             "bfloat16",
         )
         if torch.compiler.is_compiling():
-            random = self.precision.stochastic
-            return compiled_linear(x, weight, bias, others, self.number, random)
+            return compiled_linear(x, weight, bias, others, self.number, self.stochastic)
         key, engine = call_key(self.precision), select_engine(x.device)
         context = LinearContext(self.precision, engine, key, scaled_with=others)
         return lowbit_linear(x, weight, context, bias)

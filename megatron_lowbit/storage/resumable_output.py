@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from os.path import lexists
@@ -30,14 +31,15 @@ Span = tuple[int, int]
 
 
 class ResumableOutput:
-    """Folder that is being written, with a journal of its finished files and a progress bar.
+    """Folder that is being written, with a journal of its finished files and its progress.
 
     Continues an interrupted ``task``, a JSON object, or begins with an empty folder.
     """
 
     def __init__(self, path: Path, task: dict[str, Any] | None, parts: int) -> None:
-        self.path, self.bar = path, Progress(console=plain_console(stderr=True))
-        self._bar_task = self.bar.add_task("tensors", total=parts)
+        console = plain_console(stderr=True)
+        self.path, self.bar = path, Progress(console=console, disable=not console.is_terminal)
+        self.bar.add_task("tensors", total=parts)
         finished = None if task is None else _finished(path, json.loads(json.dumps(task)))
         if finished is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -67,7 +69,7 @@ class ResumableOutput:
         """
         name = str(file.relative_to(self.path))
         if name in self.finished:
-            self.bar.advance(self._bar_task, len(parts))
+            self._advance(len(parts))
         else:
             spans = []
             with new_file(file) as stream:
@@ -76,13 +78,22 @@ class ResumableOutput:
                     start = stream.tell()
                     write_part(stream, part)
                     spans.append((start, stream.tell() - start))
-                    self.bar.advance(self._bar_task)
+                    self._advance(1)
                 stream.flush()
                 os.fsync(stream.fileno())
                 size = stream.tell()
             self.finish(name, spans, size)
         recorded: list[Span] = self.finished[name]["note"]
         return recorded
+
+    def _advance(self, parts: int) -> None:
+        """Move the bar; where it is not shown, in a log, print a line at each tenth."""
+        (task,) = self.bar.tasks
+        before = task.percentage // 10
+        self.bar.advance(task.id, parts)
+        if self.bar.disable and task.percentage // 10 > before:
+            percent = int(task.percentage // 10 * 10)
+            say(f"{percent}% of {task.total:.0f} tensors written", file=sys.stderr)
 
     def finish(self, name: str, spans: list[Span], size: int) -> None:
         """Record that a file of so many bytes is written, and on the disk."""
@@ -184,7 +195,7 @@ def restore_replaced(final: Path) -> bool:
 
 
 def in_files(contents: Iterable[Any], limit: int) -> list[list[Any]]:
-    """Group contents by their ``nbytes`` into files of ``limit`` bytes, or one larger entry."""
+    """Group contents into files of up to ``limit`` bytes, or of one larger entry."""
     groups: list[list[Any]] = [[]]
     size = 0
     for content in contents:

@@ -39,7 +39,10 @@ class _Model(BaseModel):
 
 
 class Branch(_Model):
-    """Runs that begin from the checkpoint of an iteration of a trunk, a run of the same seed."""
+    """Runs that begin from the checkpoint of an iteration of a trunk, a run of the same seed.
+
+    ``{trunk}`` in their arguments is the trunk's folder.
+    """
 
     iteration: int = Field(ge=1)
     runs: dict[str, Arguments] = Field(min_length=1)
@@ -155,7 +158,9 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     program = [study.script] if study.script else _PRETRAIN
 
     def job_of(name: str, seed: int, words: str, start: Start | None = None) -> Job:
-        arguments = [*shlex.split(study.arguments), *shlex.split(words), *more]
+        own = [word.replace("{trunk}", str(start.folder)) if start else word
+               for word in shlex.split(words)]  # fmt: skip
+        arguments = [*shlex.split(study.arguments), *own, *more]
         if name in study.branches:
             arguments += ["--save-interval", str(study.branches[name].iteration)]
         command = [sys.executable, *program, *arguments, "--seed", str(seed)]

@@ -56,8 +56,9 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 def test_cases():
     """Every model in its precisions, some with graphs too, of this project or upstream's."""
     found = flagship.cases()
-    fused, even = 2 * 2, 2 * (10 + 2)
-    assert len({case.name for case in found}) == len(found) == 27 * (6 + 11) + 10 + fused + even
+    fused, even, spread = 2 * 2, 2 * (10 + 2), 10 + 4
+    count = 27 * (6 + 11) + 10 + fused + even + spread
+    assert len({case.name for case in found}) == len(found) == count
     for case in found:
         words = flagship.words_of(case, 14)
         own = not case.precision.startswith("Megatron-LM")
@@ -71,6 +72,8 @@ def test_cases():
         assert ("--moe-router-padding-for-quantization" in words) == padded
         assert ("--use-transformer-engine-op-fuser" in words) == ("op fuser" in case.precision)
         assert ("--moe-router-force-load-balancing" in words) == ("even" in case.model)
+        one = "CUDA_DEVICE_MAX_CONNECTIONS=1" in training_steps.training_command("", words, 1)
+        assert one == ("--overlap-moe-expert-parallel-comm" not in words)
         if case.script == flagship.UPSTREAM:
             assert not own and not any(word.startswith("@") for word in words)
         script = {True: training_steps.HYBRID, False: flagship.OURS if own else flagship.UPSTREAM}
@@ -140,6 +143,7 @@ PARAMETERS = {
     "llama-8b-20": 20 * 218e6 + 1.05e9,
     **{f"llama-8b-{part}": 32 * 218e6 + 1.05e9 for part in ("32", "1xh200", "4xh200", "4xh100")},
     **dict.fromkeys(("qwen3-30b", "qwen3-30b-even", "qwen3-30b-even-4"), 4 * 623e6 + 622e6),
+    "qwen3-30b-2gpu": 6 * 321e6 + 622e6,  # a rank's, with half of the experts
     "hybrid-8b": 5 * 110e6 + 5 * 176e6 + 38e6 + 1.07e9,
 }
 """As cases/flagship.yaml counts them."""

@@ -42,7 +42,7 @@ def cases(draws, ranks):
         for name in (None, *FORMAT_NAMES):
             for norm in (RMSNorm(), MXNorm()):
                 has_blocks = name is not None and FORMATS[name].block > 1
-                gathers_codes = has_blocks and not FORMATS[name].tensor_scaled
+                gathers_codes = name is not None and not FORMATS[name].tensor_scaled
                 if (not has_blocks and isinstance(norm, MXNorm)) or (
                     path == "compact" and not gathers_codes
                 ):

@@ -1,5 +1,7 @@
 """Weights of a model in memory for a serving engine: the bits of training's forward pass."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from tiny_models import ROPE, config_of, make_model, weights
 from training_runs import record_weights
 
 from megatron_lowbit import LowbitLinear, convert, load_recipe
-from megatron_lowbit.conversion.convert import to_hugging_face
+from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.live import quantization_config, quantized_weights
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs
@@ -170,6 +172,43 @@ def test_a_megatron_model_gives_the_tensors_of_its_export(recipe, tmp_path):
     for name, tensor in exported.items():
         assert live[name].dtype == tensor.dtype
         assert torch.equal(live[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+LATENTS = {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "intermediate_size": 64}
+KEPT = """
+name: kept
+description: down projections of latents in BF16
+configs: {low: {weight: {format: nvfp4}}, bf16: {}}
+matchers:
+  latents: {type: glob, pattern: "*_down_proj", config: bf16, enabled: true}
+  rest: {type: glob, pattern: "*", config: low, enabled: true}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"), [("qat-nvfp4", True), ("qat-mxfp8", False), ("kept.yaml", False)]
+)
+def test_tensor_scales_that_engines_do_not_load(recipe, named, tmp_path, capsys, monkeypatch):
+    """vLLM and SGLang load one tensor scale for both down projections of latent attention."""
+    monkeypatch.chdir(tmp_path)
+    Path("kept.yaml").write_text(KEPT)
+    torch.manual_seed(0)
+    model = make_model("youtu", **LATENTS)
+    model.save_pretrained("source")
+    to_megatron(Path("source"), Path("start"))
+    capsys.readouterr()
+    wanted = QuantizedAs("compressed-tensors", [recipe])
+    to_hugging_face(Path("start"), Path("out"), quantized=wanted)
+    first = "model.layers.0.self_attn.q_a_proj"
+    message = f"vLLM and SGLang give {first}.weight and kv_a_proj_with_mqa.weight one tensor scale"
+    assert (message in capsys.readouterr().out) == named
+    modules = modules_of(weights(Path("out")))
+    pair = (modules[name] for name in (first, first.replace("q_a_proj", "kv_a_proj_with_mqa")))
+    divisors = [module.get("weight_global_scale") for module in pair]
+    assert (None not in divisors and divisors[0] != divisors[1]) == named
+    if named:
+        with pytest.raises(UserError, match=f"quantized_weights: {message}"):
+            dict(quantized_weights(convert(model, recipe)))
 
 
 def test_what_is_not_exported_is_refused():

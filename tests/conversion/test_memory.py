@@ -32,7 +32,7 @@ def peaks(tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["to-megatron", "to-hugging-face"])
+@pytest.mark.parametrize("direction", ["to-megatron", "to-hugging-face", "quantize", "dequantize"])
 def test_the_peak_is_two_files_at_most(peaks, direction):
     """Above what the interpreter had before; mapped pages of files count."""
     assert peaks["model"] > 130_000_000
@@ -43,16 +43,22 @@ def test_the_peak_is_two_files_at_most(peaks, direction):
 def worker(folder: Path) -> None:
     """Print the peaks, after a small model has loaded what is loaded once."""
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+    from megatron_lowbit.conversion.quantized import QuantizedAs
 
     peaks_of = {}
     for source in ("tiny", "source"):
-        there = folder / f"{source} there"
+        there, quantized = folder / f"{source} there", folder / f"{source} quantized"
         peaks_of = {
             "to-megatron": peak(to_megatron, folder / source, there),
             "to-hugging-face": peak(
                 to_hugging_face, there, folder / f"{source} back", None, None, SHARD_BYTES
             ),
-        }
+            "quantize": peak(
+                to_hugging_face, there, quantized, None, None, SHARD_BYTES, False,
+                QuantizedAs("compressed-tensors", ["qat-nvfp4"]),
+            ),
+            "dequantize": peak(to_megatron, quantized, folder / f"{source} dequantized"),
+        }  # fmt: skip
     print(json.dumps(peaks_of))
 
 

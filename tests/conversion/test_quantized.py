@@ -117,6 +117,26 @@ def test_compressed_tensors_in_its_reader(llama, tmp_path, recipe):
     assert len(kept) == 7 * (3 - len(layers))
 
 
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [("compressed-tensors", "nvfp4"), ("compressed-tensors", "qat-int4-g32"),
+     ("modelopt", "qat-nvfp4"), ("fp8-blocks", "fp8-tile")],
+)  # fmt: skip
+def test_pieces_of_a_weight_have_the_bits_of_the_whole(
+    llama, tmp_path, layout, recipe, monkeypatch
+):
+    whole, _, report = export(llama, tmp_path / "whole", layout, recipe)
+    monkeypatch.setattr(conversion.layouts.layout, "_PIECE", 1)
+    pieces, _, report_of_pieces = export(llama, tmp_path / "pieces", layout, recipe)
+    assert whole.keys() == pieces.keys()
+    for name, tensor in whole.items():
+        assert tensor.dtype == pieces[name].dtype and tensor.shape == pieces[name].shape, name
+        bits = [x.contiguous().view(-1).view(torch.uint8) for x in (tensor, pieces[name])]
+        assert torch.equal(*bits), name
+    for name, weight in report["weights"].items():
+        assert report_of_pieces["weights"][name]["sqnr_db"] == pytest.approx(weight["sqnr_db"])
+
+
 def test_several_formats_in_one_folder(llama, tmp_path):
     """Groups by name, and the same tensors as each would have alone."""
     from transformers import LlamaForCausalLM

@@ -293,7 +293,8 @@ def test_outputs_that_would_delete_something_else(folder, tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".out.partial", "models"]
 
 
-COMPANION = ("tokenizer.json", "tokenizer.secret", "chat_template.jinja", "config.json")
+TEMPLATE = "additional_chat_templates/rag.jinja"
+COMPANION = ("tokenizer.json", "tokenizer.secret", "chat_template.jinja", "config.json", TEMPLATE)
 
 
 @pytest.mark.parametrize("name", COMPANION)
@@ -306,6 +307,7 @@ def test_links_out_of_the_source_are_not_copied(folder, tmp_path, command, name)
     secret = tmp_path / "secret"
     secret.write_text(file.read_text() if file.exists() else "{}")
     file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
     file.symlink_to(secret)
     convert = {
         "to-megatron": to_megatron, "to-hugging-face": to_hugging_face, "to-gguf": to_gguf,
@@ -326,6 +328,10 @@ def test_links_of_hugging_faces_cache_are_followed(folder, tmp_path):
         (model / "snapshots" / "rev" / file.name).symlink_to(f"../../blobs/digest-of-{file.name}")
     (model / "blobs" / "t").write_text("{}")
     (model / "snapshots" / "rev" / "tokenizer_config.json").symlink_to("../../blobs/t")
-    to_megatron(model / "snapshots" / "rev", tmp_path / "out")
-    copied = tmp_path / "out" / "hugging_face" / "tokenizer_config.json"
-    assert copied.read_text() == "{}" and not copied.is_symlink()
+    (model / "snapshots" / "rev" / TEMPLATE).parent.mkdir()
+    (model / "snapshots" / "rev" / TEMPLATE).symlink_to("../../../blobs/t")
+    to_megatron(model / "snapshots" / "rev", tmp_path / "there")
+    to_hugging_face(tmp_path / "there", tmp_path / "back")
+    for folder in (tmp_path / "there" / "hugging_face", tmp_path / "back"):
+        for copied in (folder / "tokenizer_config.json", folder / TEMPLATE):
+            assert copied.read_text() == "{}" and not copied.is_symlink()

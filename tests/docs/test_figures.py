@@ -20,11 +20,13 @@ def rows(text: str) -> Iterator[dict[str, str]]:
         yield from (dict(zip(head, line, strict=True)) for line in lines)
 
 
-def steps(gpu: str) -> dict[str, str]:
-    """Return speeds relative to Megatron-LM BF16 of whole steps in CUDA graphs."""
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
-    (table,) = re.findall(STEPS.format(gpu), text, re.DOTALL)
-    return {row[""]: row["× BF16"] for row in rows(table)}
+RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
+
+
+def steps(gpu: str, base: str = "× BF16") -> dict[str, str]:
+    """Return speeds relative to a base of whole steps in CUDA graphs."""
+    (table,) = re.findall(STEPS.format(gpu), RESULTS, re.DOTALL)
+    return {row[""]: row[base] for row in rows(table)}
 
 
 H100, H200 = steps("H100"), steps("H200")
@@ -68,3 +70,28 @@ def test_figures(page: str):
             assert row[heading] == EXPECTED[heading](recipe), f"{recipe}: {heading}"
             checked += 1
     assert checked >= 3
+
+
+FP8, BF16 = "Megatron-LM FP8 tensorwise", "Megatron-LM BF16"
+NATIVE = f"{FP8}, native fused loss"
+PEAKS = {row[""]: row["peak, GiB"] for row in rows(RESULTS) if "peak, GiB" in row}
+
+
+def prose(page: str) -> str:
+    return " ".join((DOCS / page).read_text(encoding="utf-8").split())
+
+
+def test_memory():
+    most = {PEAKS[f"{name}, own loss"] for name in ("mxfp8", "fp8-tile", FP8)}
+    figures = f"need {most.pop()} GiB under `mxfp8`, `fp8-tile` and stock tensorwise FP8, compared"
+    assert not most
+    assert f"{figures} with {PEAKS[f'{BF16}, own loss']} for BF16" in prose("memory.md")
+
+
+def test_fused_losses():
+    gain = steps("H100", "× tensorwise, native fused loss")[f"{FP8}, own loss, graphs"]
+    assert f"are {gain} times as fast under Megatron-LM tensorwise" in prose("megatron-lm.md")
+    assert f"BF16 is {H100[f'{BF16}, own loss, graphs']} times as fast" in prose("megatron-lm.md")
+    saved = f"{float(PEAKS[NATIVE]) - float(PEAKS[f'{FP8}, own loss']):.1f} GiB"
+    for page in ("memory.md", "megatron-lm.md", "choose-a-recipe.md"):
+        assert saved in prose(page)

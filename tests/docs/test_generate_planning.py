@@ -26,8 +26,9 @@ def test_calculated_tables_are_today_s():
     assert planning_page.calculated("hybrid-12b") in PLANS
 
 
-def test_plans_of_short_steps_are_today_s():
-    assert planning_page.short_steps(planning_page.RESULTS) in COMPARISONS
+@pytest.mark.parametrize("steps", [planning_page.short_steps, planning_page.long_steps])
+def test_plans_of_measured_steps_are_today_s(steps):
+    assert steps(planning_page.RESULTS) in COMPARISONS
 
 
 def test_measured_tables_of_other_versions_stay(tmp_path):

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import results
+import steps
 from matplotlib.figure import Figure
 
 SPEEDS = {
-    results.BF16: 1000,
-    results.OWN_FP8: 800,
+    steps.BF16: 1000,
+    steps.OWN_FP8: 800,
     "fp8-tile": 1200,
     "nvfp4": 900,
     "quartet2": 700,
 }
-IN_GRAPHS = dict(zip(results.CHOICES, (1100, 1375, 1500, 1650, 2200), strict=True))
+IN_GRAPHS = dict(zip(steps.CHOICES, (1100, 1375, 1500, 1650, 2200), strict=True))
 """Of README's picture; H200s are not faster."""
 
 
@@ -50,8 +51,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("a\n\n<!-- results: made -->\n\n<!-- /results -->\n\nb\n")
     rows = [row("llama-8b", name, speed=speed) for name, speed in SPEEDS.items()]
     rows += [row("llama-8b", name, True, speed) for name, speed in IN_GRAPHS.items()]
-    rows += [row("llama-1b", results.BF16, error="RuntimeError: out of memory")]
-    for kind in results.KINDS:
+    rows += [row("llama-1b", steps.BF16, error="RuntimeError: out of memory")]
+    for kind in steps.KINDS:
         (tmp_path / f"flagship-{kind}.json").write_text(a_file(kind, rows))
     return tmp_path
 
@@ -99,7 +100,7 @@ def test_steps_are_compared_on_their_machine(place, study):
     assert cells(h100, "fp8-tile") == [
         "612 (583)", "1,200", "300", "30.4%", "61.2", "1.20", "1.50", "", "",
     ]  # fmt: skip
-    assert cells(h100, results.BF16)[-4:] == ["1.00", "1.25", "", ""]
+    assert cells(h100, steps.BF16)[-4:] == ["1.00", "1.25", "", ""]
     assert "slower than Megatron-LM FP8 blockwise: llama-8b quartet2 (0.88)." in h100
     assert "BF16: llama-8b nvfp4 (0.90), llama-8b quartet2 (0.70)." in h100
     assert "slower than Megatron-LM FP8 tensorwise" not in h100
@@ -108,7 +109,7 @@ def test_steps_are_compared_on_their_machine(place, study):
 
 def test_ratios_have_the_losses_that_they_name(place):
     """The last is to rows of the same loss; a second file's rows stand in the declared order."""
-    more = {results.TENSORWISE: 1250, "nvfp4, own loss": 1492, "mxfp8": 1700}
+    more = {steps.TENSORWISE: 1250, "nvfp4, own loss": 1492, "mxfp8": 1700}
     rows = [row("llama-8b", name, True, speed) for name, speed in more.items()]
     (place / "flagship-h100-2.json").write_text(a_file("h100", rows))
     h100, h200 = page(place).split("## Whole training steps on one ")[1:]
@@ -118,22 +119,55 @@ def test_ratios_have_the_losses_that_they_name(place):
     # Blockwise FP8 was not measured in graphs.
     assert cells(h100, "mxfp8, own loss, graphs")[-4:] == ["1.50", "", "1.20", "1.10"]
     assert cells(h100, "mxfp8, graphs")[-4:] == ["1.55", "", "1.24", "1.36"]
-    assert cells(h100, results.BF16 + ", graphs")[-4:] == ["1.00", "", "0.80", "0.88"]
+    assert cells(h100, steps.BF16 + ", graphs")[-4:] == ["1.00", "", "0.80", "0.88"]
     assert "same loss: " not in h100  # half a percent is noise
     names = [line.split(" | ")[0].strip("| ") for line in h100.splitlines() if " (583) |" in line]
     graphs = [name.removesuffix(", graphs") for name in names if name.endswith(", graphs")]
     assert names == [f"{name}, graphs" for name in graphs] + list(SPEEDS)
-    assert graphs == sorted(graphs, key=results.ORDER.index) and len(graphs) == 8
+    assert graphs == sorted(graphs, key=steps.ORDER.index) and len(graphs) == 8
 
 
 def test_without_the_default_loss_rows_are_compared_with_bf16_of_the_same_loss(place):
-    speeds = {f"{results.BF16}, own loss": 1000, "mxfp8, own loss": 990, "nvfp4, own loss": 700}
+    speeds = {f"{steps.BF16}, own loss": 1000, "mxfp8, own loss": 990, "nvfp4, own loss": 700}
     rows = [row("llama-1b", name, speed=speed) for name, speed in speeds.items()]
     (place / "flagship-h100-2.json").write_text(a_file("h100", rows))
     part = page(place).split("### The 1B: NVIDIA H100")[1].split("###")[0]
     assert "| GiB | × BF16, same loss |\n" in part
     assert cells(part, "nvfp4, own loss")[-1] == "0.70"
     assert "BF16 with the same loss: llama-1b nvfp4, own loss (0.70)." in page(place)
+
+
+def test_the_first_table_compares_the_fastest_rows(place):
+    """Rows without graphs, and Megatron-LM with the loss of this project, do not count."""
+    speeds = {f"{steps.BF16}, own loss": 800, "mxfp8, own loss": 1000, "fp8-tile": 960}
+    rows = [row("llama-1b", name, speed=speed) for name, speed in speeds.items()]
+    rows += [row("llama-1b", "fp8-tile", True, 1200)]
+    (place / "flagship-h100-2.json").write_text(a_file("h100", rows))
+    runs = [{"name": "bf16", "seed": 1, "loss": 2.0}, {"name": "mxfp8", "seed": 1, "loss": 2.02}]
+    (place / "leaderboard.json").write_text(json.dumps(runs))
+    text = page(place)
+    assert "|  | The 1B | The 8B | loss gap |" in text
+    assert cells(text, steps.TENSORWISE) == ["", "1.25 / 1.25", ""]
+    mxfp8 = "[`mxfp8`](recipes/mxfp8.md#mxfp8)"
+    assert cells(text, mxfp8) == ["1.25 / –", "1.50 / 1.50", "+1.00%"]
+    assert cells(text, f"{mxfp8} with its output layer") == ["", "2.00 / 2.00", ""]
+    assert cells(text, "[`fp8-tile`](recipes/fp8.md#fp8-tile)") == ["1.50 / –", "", ""]
+
+
+def test_memory_is_relative_to_megatron_lm_bf16(place):
+    assert "## Memory" not in page(place)
+    rows = [row("llama-8b", name, True, peak_gib=gib)
+            for name, gib in ((steps.BF16, 58.72), ("mxfp8, own loss", 56.5),
+                              (f"{steps.BF16}, own loss", 57.25))]  # fmt: skip
+    file = json.loads(a_file("h200", rows))
+    file["machine"]["commit"] = "abcdef0123456789"
+    (place / "peak_memory-h200.json").write_text(json.dumps(file))
+    text = page(place).partition("## Memory")[2]
+    assert cells(text, steps.BF16) == ["58.7", "+0.0"]
+    assert cells(text, "mxfp8, own loss") == ["56.5", "-2.2"]
+    assert text.index("| mxfp8") < text.index(f"| {steps.BF16}")
+    readme = " ".join((place / "README.md").read_text().split())
+    assert "need 56.5 GiB under `mxfp8` and 57.2 in BF16 (" in readme
 
 
 def test_captions_have_a_figure_for_each_gpu(place):
@@ -227,7 +261,8 @@ def test_longer_runs(place, study):
 
 def test_gaps_have_standard_errors_once_there_are_two_seeds(place, study, monkeypatch):
     study("bf16", 2.0)
-    assert "its standard error" not in page(place, study("nvfp4", 2.1))
+    text = page(place, study("nvfp4", 2.1)).partition("## Longer runs")[2]
+    assert "its standard error" not in text
     monkeypatch.undo()  # draw the pictures of the second page
     study("bf16", 2.02, seed=2)
     text = page(place, study("nvfp4", 2.1, seed=2)).partition("## Longer runs")[2]
@@ -240,11 +275,11 @@ def test_gaps_have_standard_errors_once_there_are_two_seeds(place, study, monkey
 
 def test_rows_of_two_processes_are_one_table(place):
     """A row that ended well is not replaced by an error of another file."""
-    rows = [row("llama-8b", "fp8-tile", error="lost"), row("llama-1b", results.BF16, speed=7)]
+    rows = [row("llama-8b", "fp8-tile", error="lost"), row("llama-1b", steps.BF16, speed=7)]
     (place / "flagship-h100-1.json").write_text(a_file("h100", rows))
-    found = results.read_steps(place, "h100").rows
+    found = steps.read_steps(place, "h100").rows
     assert found["llama-8b", "fp8-tile", False]["tokens_per_s"] == 1200
-    assert "error" not in found["llama-1b", results.BF16, False]
+    assert "error" not in found["llama-1b", steps.BF16, False]
 
 
 def test_the_page_says_what_is_missing(place):

@@ -76,6 +76,24 @@ def test_codes_have_the_results_of_the_tokens(recipe):
         assert torch.equal(one, other) and torch.equal(one, each)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sends", "decoded"),
+    [("fp8-tile", True, 1), ("fp8-tile", False, 1), ("fp8-row", True, 1), ("nvfp4", False, 4)],
+)
+def test_wgrad_decodes_all_tokens_at_once(recipe, sends, decoded, monkeypatch):
+    """Experts whose rows share scales are decoded one by one."""
+    calls, dequantize = [], REFERENCE.dequantize
+
+    def counted(*args):
+        calls.append(args)
+        return dequantize(*args)
+
+    monkeypatch.setattr(REFERENCE, "dequantize", counted)
+    context, (x, grad, weights) = context_of(recipe, REFERENCE), draws()
+    results(codes_of(context, x) if sends else x, weights, grad, group_of(context))
+    assert len(calls) == decoded
+
+
 @pytest.mark.parametrize("recipe", ["fp8-tile", "fp8-row"])
 def test_wgrad_multiplies_requantized_tokens(recipe):
     """The products are those in float64 but for the order of FP32's sums."""
@@ -120,9 +138,8 @@ def test_codes_lie_where_one_launch_writes_those_of_the_experts(recipe, columns)
     context, (x, *_) = context_of(recipe, FUSED), draws(torch.bfloat16, DEVICE, columns)
     group, rows = group_of(context), rows_of(tuple(TOKENS))
     xs = RowSlices(x.detach(), rows)
-    (placed, _), (expected, _) = (
-        group.fprop_inputs(xs, codes, keep=True) for codes in (codes_of(context, x).row, None)
-    )
+    placed, _ = group.fprop_inputs(xs, codes_of(context, x).row, keep=True)
+    expected, _ = group.quantize(xs, Role.INPUT, Gemm.FPROP, None)
     assert isinstance(placed, OperandGroup) and placed.layout is expected.layout
     for one, other in zip(placed, expected, strict=True):
         assert (one.shape, one.format) == (other.shape, other.format)

@@ -37,7 +37,7 @@ USUAL = {
     "cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native",
     "dataloader_inter_document_masking": False, "sft": False, "fim_data": False,
     "reset_position_ids": False, "micro_batch_size": 2,
-    "use_layer_wise_distributed_optimizer": False,
+    "use_layer_wise_distributed_optimizer": False, "distill_from": None,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Plans against what H200s took: plan_check's training runs, and the layers of model-h200.json.
 
-Runs on other versions of Megatron-LM are not compared: 0.1.0's own engine, on 0.16.1, had another
-optimizer and another cross-entropy. Its linear layers are those of today, but for SwiGLU's amaxes.
+Runs on other versions of Megatron-LM are not compared: with 0.16.1 the optimizer and the
+cross-entropy were others. The linear layers were the present ones, except for SwiGLU's amaxes.
 """
 
 import json

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.resumable_output import replace_directory, restore_replaced
+from megatron_lowbit.storage.resumable_output import (
+    replace_directory,
+    restore_replaced,
+    resumable_output,
+)
 
 
 def names(directory: Path) -> set[str]:
@@ -21,6 +25,15 @@ def test_a_directory_takes_the_place_of_another(saved):
     assert names(final) == {"new"}
     replace_directory(final, saved / "iter_0000004")
     assert names(saved) == {"iter_0000001", "iter_0000002", "iter_0000004", files.TRACKER}
+
+
+def test_a_log_has_a_line_for_each_tenth(tmp_path, capsys):
+    task = {"source": str(tmp_path / "source")}
+    with resumable_output(tmp_path / "out", False, task, 20) as partial:
+        for name, parts in (("a", 3), ("b", 17)):
+            partial.write(partial.path / name, [b""] * parts, lambda file, part: None)
+    lines = [f"{tenths}0% of 20 tensors written" for tenths in range(1, 11)]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 class Killed(BaseException):

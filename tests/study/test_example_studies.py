@@ -37,7 +37,14 @@ def test_arguments_and_recipes(name, monkeypatch):
         torch.use_deterministic_algorithms(False)  # --deterministic-mode turns them on
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
         compatibility.refuse(compatibility.cuda_graphs(args, recipe))
-        others = (args.mxnorm, args.mxnorm_p, args.train_iters, args.lr, job.start)
+        others = (
+            args.mxnorm,
+            args.mxnorm_p,
+            args.train_iters,
+            args.lr,
+            args.distill_from,
+            job.start,
+        )
         runs.append((*others, recipe))
     assert len(runs) > 2
     for number, run in enumerate(runs):

@@ -13,6 +13,8 @@ from megatron_lowbit.recipes import Layer
 
 PLACE = "config.json: quantization_config"
 _NO_SCALE = torch.ones(())
+_PIECE = 2**18
+"""Elements to quantize or decode at a time: temporary tensors then fit into caches."""
 
 
 class Weight(NamedTuple):
@@ -106,6 +108,16 @@ def decode_blocks(
 ) -> Tensor:
     """Decode 4-bit codes (R, K/2) or 8-bit ones (R, K), a scale a block and row, to FP32 (R, K)."""
     known = FORMATS[format]
-    shape = (codes.shape[0], codes.shape[1] * (2 if known.element.bits == 4 else 1))
+    columns = codes.shape[1] * (2 if known.element.bits == 4 else 1)
     scale = tensor_scale.float().view(())
-    return QuantizedTensor(codes, scales, scale, known, shape).dequantize()
+    values = torch.empty(len(codes), columns, device=codes.device)
+    rows = len(codes) if codes.is_meta else rows_of_piece(columns)
+    pieces = zip(codes.split(rows), scales.split(rows), values.split(rows), strict=True)
+    for piece, its_scales, into in pieces:
+        into.copy_(QuantizedTensor(piece, its_scales, scale, known, tuple(into.shape)).dequantize())
+    return values
+
+
+def rows_of_piece(columns: int, block_rows: int = 1) -> int:
+    """Return the number of rows of a large matrix to process at a time, whole blocks of rows."""
+    return max(_PIECE // (columns * block_rows), 1) * block_rows
