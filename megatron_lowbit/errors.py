@@ -57,7 +57,7 @@ def require_type(name: str, value: object, expected: Any, wanted: str) -> None:
     """Raise TypeError for an argument of another type: "x is a NumPy array, not a tensor"."""
     if not isinstance(value, expected):
         given = type(value).__name__
-        given = f"{'an' if given[0] in 'aeiou' else 'a'} {given}"
+        given = f"{'an' if given[0].lower() in 'aeiou' else 'a'} {given}"
         given = {"a NoneType": "None", "a ndarray": "a NumPy array"}.get(given, given)
         raise TypeError(f"{name} is {given}, not {wanted}")
 

@@ -181,7 +181,7 @@ def _write_part(file: BinaryIO, tensors: LazyTensors) -> None:
         tensor = contents.pop(name)
         if (tensor.shape, tensor.dtype) != (outline.shape, outline.dtype):
             raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}")
-        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]) -> None:

@@ -1,16 +1,15 @@
 """A folder for serving engines, of a model that ``convert`` converted, with training's bits."""
 
+import json
 import os
 from pathlib import Path
-from typing import Any, cast
-from uuid import uuid4
+from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, write_json, write_tensors
 from megatron_lowbit.conversion import SHARD_BYTES
-from megatron_lowbit.conversion.live import plan_export
+from megatron_lowbit.conversion.live import plan_export, unwrapped
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.storage.resumable_output import resumable_output
@@ -40,19 +39,23 @@ def export(
     """
     output = Path(folder)
     require(force or not os.path.lexists(output), f"{output} exists; force=True replaces it")
-    if not hasattr(getattr(model, "config", None), "to_dict"):
+    described: Any = unwrapped(model)
+    if not hasattr(getattr(described, "config", None), "to_json_string"):
         raise UserError(f"export: {type(model).__name__} has no config, as transformers' models do")
-    plan, described = plan_export(model, None, layout, None), cast(Any, model)
-    config: dict[str, Any] = described.config.to_dict() | {QUANTIZATION: plan.config}
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    left_out = tied if config.get("tie_word_embeddings") else set()
-    contents = [lazy for lazy in plan.contents() if not left_out & lazy.outline.keys()]
-    # Never continued: a model in memory has changed since.
-    task = {"task": "export", "source": os.devnull, "call": uuid4().hex}
-    with torch.no_grad(), resumable_output(output, force, task, len(contents)) as partial:
+    plan = plan_export(described, None, layout)
+    # As transformers saves it, which adds the first two to what a model was made from.
+    config = json.loads(described.config.to_json_string()) | {
+        "architectures": [type(described).__name__.removeprefix("FSDP")],
+        "dtype": str(described.dtype).removeprefix("torch."),
+        QUANTIZATION: plan.config,
+    }
+    tied = set(getattr(described, "_tied_weights_keys", None) or ())
+    left_out = tied if getattr(described.config, "tie_word_embeddings", False) else set()
+    contents = [lazy for lazy in plan.contents if not left_out & lazy.outline.keys()]
+    with resumable_output(output, force, None, len(contents)) as partial:
         write_tensors(partial, contents, SHARD_BYTES)
         write_json(partial.path / CONFIG, config)
-        if getattr(model, "generation_config", None) is not None:
+        if getattr(described, "generation_config", None) is not None:
             described.generation_config.save_pretrained(partial.path)
         for name, document in plan.layout.documents(plan.config).items():
             write_json(partial.path / name, document)

@@ -4,12 +4,14 @@ A trainer sends them to an engine that generates, which then multiplies training
 checkpoint is written, and no weight is quantized twice. Exports have the same layouts.
 """
 
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import model_of
@@ -21,12 +23,13 @@ from megatron_lowbit.conversion.layouts.layout import Layout, Weight
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantized import (
     check_weight,
+    config_of,
     plan_quantization,
     quantized_tensors,
     scales_lost_in_engines,
     weight_of,
 )
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, require_type
 from megatron_lowbit.pytorch import LowbitLinear
 from megatron_lowbit.recipes import Layer, Recipe, load_recipe
 
@@ -93,35 +96,22 @@ class LiveTensors:
 
 
 class LiveExport(NamedTuple):
-    """Tensors, the rules of all of them, and the quantized ones in a layout."""
+    """All tensors of a model, the quantized ones in a layout, and its ``quantization_config``."""
 
-    tensors: LiveTensors
-    rules: Sequence[Rule]
+    contents: Iterator[LazyTensors]
     layout: Layout
-    weights: Mapping[tuple[str, ...], Weight]
     config: dict[str, Any]
-
-    def contents(self) -> Iterator[LazyTensors]:
-        """Yield the tensors of each rule."""
-        for rule in self.rules:
-            if weight := self.weights.get(rule.names):
-                yield quantized_tensors(self.tensors, weight, self.layout)
-            else:
-                yield lazy_tensors(self.tensors, rule, None)
 
 
 def quantized_weights(
-    model: nn.Module,
-    recipe: Recipe | str | None = None,
-    *,
-    layout: str = "compressed-tensors",
-    arguments: Namespace | None = None,
+    model: nn.Module, recipe: Recipe | str | None = None, *, layout: str = "compressed-tensors"
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's tensors by Hugging Face's names, the weights quantized as in fprop.
 
     A weight that the recipe quantizes in fprop becomes its codes and scales with the bits of
     training's forward pass; other tensors are yielded as they are. One weight is quantized at a
-    time, so the memory besides the model is one weight.
+    time, so the memory besides the model is one weight, and a copy of the experts that transformers
+    stacks in memory.
 
     Args:
         model: a model that :func:`megatron_lowbit.convert` converted, or Megatron-LM's GPT model,
@@ -129,33 +119,27 @@ def quantized_weights(
         recipe: recipe of Megatron-LM's model, or its name. None for a converted model, whose
             layers have their precision.
         layout: one of ``conversion.LAYOUTS``.
-        arguments: Megatron-LM's arguments; by default ``megatron.training.get_args()``.
 
     Raises:
         UserError: a weight that the layout cannot hold, or engines cannot load, with its bits;
             nothing to quantize; delayed scaling; a model of no known family, or of which other
             processes hold a part.
     """
-    for lazy in plan_export(model, recipe, layout, arguments).contents():
-        with torch.no_grad():
-            yield from lazy.make().items()
+    for lazy in plan_export(model, recipe, layout).contents:
+        yield from lazy.make().items()
 
 
 def quantization_config(
-    model: nn.Module,
-    recipe: Recipe | str | None = None,
-    *,
-    layout: str = "compressed-tensors",
-    arguments: Namespace | None = None,
+    model: nn.Module, recipe: Recipe | str | None = None, *, layout: str = "compressed-tensors"
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` for the engine's config.json; see quantized_weights."""
-    return plan_export(model, recipe, layout, arguments).config
+    return plan_export(model, recipe, layout).config
 
 
-def plan_export(
-    model: nn.Module, recipe: Recipe | str | None, layout: str, arguments: Namespace | None
-) -> LiveExport:
+def plan_export(model: nn.Module, recipe: Recipe | str | None, layout: str) -> LiveExport:
     """Return the export of a model; see :func:`quantized_weights`."""
+    require_type("model", model, nn.Module, "an nn.Module")
+    model = unwrapped(model)
     require(layout in LAYOUTS, f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     if not hasattr(model, "sharded_state_dict"):
         require(recipe is None, "recipe: the layers of a converted model have their precision")
@@ -163,11 +147,9 @@ def plan_export(
     if recipe is None:
         raise UserError("recipe: Megatron-LM's model needs training's recipe")
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    if arguments is None:
-        from megatron.training import get_args
+    from megatron.training import get_args
 
-        arguments = get_args()
-    tensors = _megatron_tensors(model)
+    arguments, tensors = get_args(), _megatron_tensors(model)
     described = model_of(arguments, arguments.vocab_size or tensors.shape(_EMBEDDING)[0])
     rules = family_of(described).rules(described)
     plan = plan_quantization(recipe, LAYOUTS[layout], tensors, rules, described["num_layers"])
@@ -178,19 +160,36 @@ def plan_export(
     ]
     message = f"{delayed[:1]}: delayed scaling is not exported from a model in memory"
     require(not delayed, f"quantized_weights: {message}; save a checkpoint and convert it")
-    _check_scales(plan.weights)
-    return LiveExport(tensors, rules, plan.layout, plan.weights, plan.config)
+    _check_scales(plan.weights.values())
+    contents = (
+        quantized_tensors(tensors, plan.weights[rule.names], plan.layout)
+        if rule.names in plan.weights
+        else lazy_tensors(tensors, rule, None)
+        for rule in rules
+    )
+    return LiveExport(contents, plan.layout, plan.config)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` or ``DistributedDataParallel`` wraps."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        wrapped = isinstance(model, DistributedDataParallel)
+        model = cast(nn.Module, model.module if wrapped else model._orig_mod)
+    return model
 
 
 _EMBEDDING = TensorSlice(EMBEDDING)
+_WRAPPER = re.compile(r"\b(?:_orig_mod|_checkpoint_wrapped_module)\.")
+"""Part of names that ``torch.compile`` or a wrapper that checkpoints activations adds."""
 
 
 def _megatron_tensors(model: Any) -> LiveTensors:
     """Return the tensors of Megatron-LM's model by the keys that its checkpoints have."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.utils import unwrap_model
 
-    sharded = model.sharded_state_dict()
+    sharded = unwrap_model(model).sharded_state_dict()
     apply_factories(sharded)
     chunks: dict[str, tuple[tuple[int, ...], list[_Chunk]]] = {}
     for part in nested_values(sharded):
@@ -204,45 +203,59 @@ def _megatron_tensors(model: Any) -> LiveTensors:
 
 def _converted(model: nn.Module, layout: Layout) -> LiveExport:
     """Plan the export of a model that ``convert`` converted, whose names are Hugging Face's."""
-    state = {name: value for name, value in model.state_dict().items() if value.dim() > 0}
-    chunks = {
-        name: (tuple(value.shape), [((0,) * value.dim(), value)]) for name, value in state.items()
-    }
-    sharded = [name for name, value in state.items() if type(value) is not Tensor]
-    require(not sharded, f"quantized_weights: {sharded[:1]} is no plain tensor; gather it first")
-    rules = {
-        name: Rule((TensorSlice(name),), (name,), value.shape[:1], value.shape[:1])
-        for name, value in state.items()
-    }
-    tensors = LiveTensors(chunks)
-    modules: dict[str, Weight] = {}
-    unquantized = []
-    for path, module in model.named_modules():
-        weight = None
-        if isinstance(module, LowbitLinear):
-            weight = _weight(module, path, rules[f"{path}.weight"], tensors)
-        if weight is not None:
-            check_weight(weight, layout, module.in_features)
-            modules[path] = weight
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            unquantized.append(path)
-    require(len(modules) > 0, "quantized_weights: no converted layer quantizes a weight in fprop")
-    weights = {weight.rule.names: weight for weight in modules.values()}
-    _check_scales(weights)
-    config = layout.config(modules, unquantized)
-    return LiveExport(tensors, list(rules.values()), layout, weights, config)
+    state = {_WRAPPER.sub("", name): value for name, value in model.state_dict().items()}
+    others = [name for name, value in state.items() if type(value) is not Tensor or value.is_meta]
+    message = "is no plain tensor with values; gather it or load it first"
+    require(not others, f"quantized_weights: {others[:1]} {message}")
+    saved = _as_saved(model, state)
+    names = {id(value): name for name, value in saved.items()}
+    tensors = LiveTensors(
+        {name: (tuple(value.shape), [((0,) * value.dim(), value)]) for name, value in saved.items()}
+    )
+    weights: dict[str, Weight] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LowbitLinear) and module.precision.fprop.rhs is not None:
+            stored = _WRAPPER.sub("", f"{path}.weight").removeprefix(".")
+            name = names.get(id(state.get(stored)))
+            require(not path.endswith(".base_layer"), f"{path} has an adapter; merge it first")
+            if name is None:
+                raise UserError(f"{path}: its weight is saved as another tensor, or part of one")
+            weights[name] = _weight(module, name, tensors)
+            check_weight(weights[name], layout, module.in_features)
+    require(len(weights) > 0, "quantized_weights: no converted layer quantizes a weight in fprop")
+    _check_scales(weights.values())
+    contents = (
+        quantized_tensors(tensors, weights[name], layout)
+        if name in weights
+        else LazyTensors({name: value.to("meta")}, partial(dict, {name: value}))
+        for name, value in saved.items()
+    )
+    unquantized = [name for name, value in saved.items() if value.dim() > 1 and name not in weights]
+    return LiveExport(contents, layout, config_of(layout, weights, unquantized))
 
 
-def _check_scales(weights: Mapping[tuple[str, ...], Weight]) -> None:
-    if advice := scales_lost_in_engines(weights.items()):
+def _as_saved(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by the names that transformers saves, experts that it has stacked apart."""
+    if not hasattr(model, "save_pretrained"):
+        return state
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 saves what it has in memory
+        return state
+    return cast(dict[str, Tensor], revert_weight_conversion(model, state))
+
+
+def _check_scales(weights: Iterable[Weight]) -> None:
+    if advice := scales_lost_in_engines((weight.rule.names, weight) for weight in weights):
         raise UserError(f"quantized_weights: {advice}")
 
 
-def _weight(module: LowbitLinear, path: str, rule: Rule, tensors: LiveTensors) -> Weight | None:
+def _weight(module: LowbitLinear, name: str, tensors: LiveTensors) -> Weight:
     """Return the weight of a converted layer, with the amax of all that share its scale."""
-    weight = weight_of(module.precision.fprop, Layer(path, 0, 1), rule, tensors)
-    if weight is None:
-        return None
+    rows = (module.out_features,)
+    rule = Rule((TensorSlice(name),), (name,), rows, rows)
+    layer = Layer(name.removesuffix(".weight"), 0, 1)
+    weight = cast(Weight, weight_of(module.precision.fprop, layer, rule, tensors))
     sharing = (module, *module.scaled_with)
     amaxes = [other.weight.detach().float().abs().max() for other in sharing]
     return weight._replace(amax=torch.stack(amaxes).max() if len(amaxes) > 1 else None)

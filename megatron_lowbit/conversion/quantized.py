@@ -98,20 +98,27 @@ def plan_quantization(
             layers.append(layer)
             amax = input_amaxes.get(layer.path)
             weight = weight_of(recipe.precision_for(layer).fprop, layer, rule, tensors, amax)
-        names = [name.removesuffix(".weight") for name in rule.names]
         if weight is not None:
             check_weight(weight, layout, tensors.shape(rule.targets[0])[-1])
             weights[rule.names] = weight
-            modules |= dict.fromkeys(names, weight)
+            modules |= dict.fromkeys(rule.names, weight)
         elif len(tensors.shape(rule.targets[0])) > 1:
-            unquantized += names
+            unquantized += [name.removesuffix(".weight") for name in rule.names]
     recipe.check_matchers(layers)
     require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
+    return Quantization(
+        recipe, layout, weights, config_of(layout, modules, unquantized), unquantized
+    )
+
+
+def config_of(
+    layout: Layout, weights: Mapping[str, Weight], unquantized: Sequence[str]
+) -> dict[str, Any]:
+    """Return config.json's ``quantization_config``, by the names of all matrices."""
+    modules = {name: weights[key] for key in weights for name in _names_of_module(key)}
     # A tied head has no tensor of its own, but readers build the module.
-    unquantized = list(dict.fromkeys([*unquantized, "lm_head"]))
-    modules = {name: modules[key] for key in modules for name in _names_of_module(key)}
-    named = [name for key in unquantized for name in _names_of_module(key)]
-    return Quantization(recipe, layout, weights, layout.config(modules, named), unquantized)
+    others = [name for key in (*unquantized, "lm_head") for name in _names_of_module(key)]
+    return layout.config(modules, list(dict.fromkeys(others)))
 
 
 def scales_lost_in_engines(weights: Iterable[tuple[Sequence[str], Weight]]) -> str | None:
@@ -135,6 +142,7 @@ def scales_lost_in_engines(weights: Iterable[tuple[Sequence[str], Weight]]) -> s
 
 def _names_of_module(name: str) -> list[str]:
     """Return the names of a module in files and in transformers, which renames a Nemotron-H's."""
+    name = name.removesuffix(".weight")
     is_renamed = name.startswith("backbone.")
     return [name, name.replace("backbone", "model", 1)] if is_renamed else [name]
 

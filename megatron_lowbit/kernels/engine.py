@@ -147,7 +147,8 @@ class Engine:
             into: FP32 or BF16 tensor (M, N), to which the product in FP32 is added in place, and
                 True. It is rounded once, with the sum. False writes the product there.
         """
-        if into is not None and _are_bf16(lhs, rhs):
+        are_tensors = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
+        if into is not None and are_tensors and lhs.dtype is rhs.dtype is torch.bfloat16:
             lhs, rhs = lhs.float(), rhs.float()  # whose product is not rounded
         y = reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
         return y if into is None else accumulate_into(*into, y)
@@ -254,7 +255,3 @@ class ReferenceEngine(Engine):
 def accumulate_into(out: Tensor, beta: bool, product: Tensor) -> Tensor:
     """Write a product to ``out``, or add it to that, as :meth:`Engine.gemm` says."""
     return out.add_(product) if beta else out.copy_(product)
-
-
-def _are_bf16(*operands: Any) -> bool:
-    return all(isinstance(x, Tensor) and x.dtype is torch.bfloat16 for x in operands)

@@ -232,7 +232,8 @@ class FusedEngine(Engine):
         lhs, rhs = with_means(lhs, rhs, self._has_tensor_cores)
         route = self.route_of(lhs, rhs, folding)
         unrouted = route is routes.DEQUANTIZED or _are_empty_codes(lhs, rhs)
-        if accumulation is not None or unrouted or (into is None and _are_tensors(lhs, rhs)):
+        are_tensors = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
+        if accumulation is not None or unrouted or (into is None and are_tensors):
             operands = plain(lhs), plain(rhs)
             return super().gemm(*operands, bias, accumulation, out_dtype, folding, into)
         return multiply(route, lhs, rhs, bias, out_dtype or torch.float32, into)
@@ -266,10 +267,6 @@ def _takes_counts(
         return [format.block_rows for format in formats] == [1, TILE]
     folds = not any(request.needs_codes for request in requests)
     return route is routes.TENSORS or (route is routes.FOLDED and folds)
-
-
-def _are_tensors(lhs: GpuOperand, rhs: GpuOperand) -> bool:
-    return isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
 
 
 def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:

@@ -43,24 +43,22 @@ WIDEST_ROW = 2**15
 class Route:
     """A GEMM of quantized operands.
 
-    ``form`` is the form in which its operands are best written. ``accumulates``: it adds
-    its product to a sum itself.
+    ``form`` is the form in which its operands are best written.
     """
 
     name: str
     accumulation: str
     form: Form = Form.CODES
-    accumulates: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}, {self.accumulation}"
 
 
 TILES = Route("FP8 tiles", "FP32, promoted every 128 products")
-TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", accumulates=True)
+TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted")
 ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted")
-FOLDED = Route("folded to FP8 tensors", TENSORS.accumulation, Form.FOLDED, accumulates=True)
-EXACT = Route("exact BF16", "FP32", Form.BF16, accumulates=True)
+FOLDED = Route("folded to FP8 tensors", TENSORS.accumulation, Form.FOLDED)
+EXACT = Route("exact BF16", "FP32", Form.BF16)
 DEQUANTIZED = Route("dequantized to FP32", "FP32")
 
 

@@ -67,9 +67,13 @@ def compiled_linear(
         (..., N) in x's dtype.
     """
     rows = x.reshape(-1, x.shape[-1])
-    # On the input depends that layers draw their keys one after another, and on the device which
-    # generator is restored where activations are computed again.
-    key = _draw_key(rows, number, device=torch.device("cpu")) if random else None
+    key = None
+    if random:
+        # On the input depends that layers draw their keys one after another, and on the device
+        # which generator is restored where activations are computed again. Compilers make one
+        # of calls that have equal arguments, but never of empty tensors.
+        cpu = torch.device("cpu")
+        key = _draw_key(rows, torch.empty(0, device=cpu), number, device=cpu)
     y: Tensor = _linear(rows, weight, bias, others, key, number, torch.is_grad_enabled())
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -77,12 +81,12 @@ def compiled_linear(
 @torch.library.custom_op(
     "megatron_lowbit::draw_key", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
-def _draw_key(x: Tensor, number: int, *, device: torch.device) -> Tensor:
+def _draw_key(x: Tensor, call: Tensor, number: int, *, device: torch.device) -> Tensor:
     return torch.tensor(call_key(_PRECISIONS[number]), device=device)
 
 
 @_draw_key.register_fake
-def _(x: Tensor, number: int, *, device: torch.device) -> Tensor:
+def _(x: Tensor, call: Tensor, number: int, *, device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
 
 

@@ -129,7 +129,8 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
         root = args.data_cache_path
         return {
             "tokenizer": conversation_tokenizer(tokenizer, args.sft_tokenizer_prompt_format),
-            "path_to_cache": root and cache_folder(prefixes, root, _file_digest),
+            "path_to_cache": root
+            and cache_folder(prefixes, root, lambda path: data_digest(Path(path)).encode()),
             "files": files,
         }
     for prefix in prefixes:
@@ -144,10 +145,6 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
             for name in ("prefix", "middle", "suffix", "pad", "eod")
         }
     return settings
-
-
-def _file_digest(path: str) -> bytes:
-    return data_digest(Path(path)).encode()
 
 
 def _check_per_split(args: Namespace) -> None:

@@ -174,7 +174,7 @@ def _set_precision(module: Any, precision: LinearPrecision, eval_precision: Eval
         module.__class__ = LowbitLinear
         module.set_precision(precision, eval_precision)
     elif isinstance(module, LowbitLinear):
-        for name in ("precision", "eval_precision", "number", "scaled_with"):
+        for name in LowbitLinear.__annotations__:
             vars(module).pop(name, None)
         module.__class__ = nn.Linear  # type: ignore[assignment]
     for name in _FORWARDS:

@@ -92,6 +92,11 @@ class LowbitLinear(nn.Linear):
         bias: Tensor | None = self.bias
         require_type("the input of LowbitLinear", x, Tensor, "a tensor")
         require(
+            not torch.compiler.is_exporting(),
+            "LowbitLinear: a program of torch.export does not contain the recipe; export in "
+            "evaluation mode with eval_precision='bf16', or the weights by megatron_lowbit.export",
+        )
+        require(
             type(weight) in (nn.Parameter, Tensor),
             f"LowbitLinear: the weight is a {type(weight).__name__} in the forward pass; plain "
             "tensors are supported, and fully_shard, which gathers them, but no tensor parallelism",

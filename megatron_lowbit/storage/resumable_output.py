@@ -36,11 +36,11 @@ class ResumableOutput:
     Continues an interrupted ``task``, a JSON object, or begins with an empty folder.
     """
 
-    def __init__(self, path: Path, task: dict[str, Any], parts: int) -> None:
+    def __init__(self, path: Path, task: dict[str, Any] | None, parts: int) -> None:
         console = plain_console(stderr=True)
         self.path, self.bar = path, Progress(console=console, disable=not console.is_terminal)
         self.bar.add_task("tensors", total=parts)
-        finished = _finished(path, json.loads(json.dumps(task)))
+        finished = None if task is None else _finished(path, json.loads(json.dumps(task)))
         if finished is None:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
@@ -112,20 +112,22 @@ class ResumableOutput:
 
 @contextmanager
 def resumable_output(
-    output: Path, force: bool, task: dict[str, Any], parts: int
+    output: Path, force: bool, task: dict[str, Any] | None, parts: int
 ) -> Iterator[ResumableOutput]:
     """Provide a folder to write into, which becomes ``output`` if all goes well.
 
     After an interruption its finished files are kept for the next call with an equal ``task``,
-    which names the source and every argument that decides on the files. Bad input leaves nothing.
+    which names the source and every argument that decides on the files. Bad input leaves nothing,
+    as does every end before the last file without a ``task``.
 
     Raises UserError if ``output`` exists, without ``force``, holds the source or is being written
     by another process, or if the system refuses to read or write.
     """
     require(output.name not in ("", ".."), f"{output}: not a name for a new folder")
     path = output.with_name(f".{output.name}.partial")
+    source = None if task is None else Path(task["source"]).resolve()
     with ExitStack() as locks:
-        _take(output, path, force, Path(task["source"]).resolve(), locks)
+        _take(output, path, force, source, locks)
         try:
             partial = ResumableOutput(path, task, parts)
             if count := len(partial.finished):
@@ -137,25 +139,29 @@ def resumable_output(
                 raise FileExistsError(errno.EEXIST, "another process has made it meanwhile")
             replace_directory(path, output)
             (output / JOURNAL).unlink()  # Only now: it tells whose the hidden folder is.
-        except KeyboardInterrupt:
-            say(f"interrupted: {path} keeps the finished files for the same command")
-            raise
-        except Exception as error:
-            cause = error_behind(error, OSError)  # torch.save hides it
-            if cause is None or isinstance(error, UserError):
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            known = interrupted or isinstance(error, UserError)
+            cause = None if known else error_behind(error, OSError)  # torch.save hides it
+            continues = task is not None and (interrupted or cause is not None)
+            if not continues:
                 shutil.rmtree(path, ignore_errors=True)
+            elif isinstance(error, KeyboardInterrupt):
+                say(f"interrupted: {path} keeps the finished files for the same command")
+            if cause is None:
                 raise
-            reason = f"{cause.strerror or cause}; the same command goes on from there"
-            raise UserError(f"{output}: stopped: {reason}") from error
+            advice = "; the same command goes on from there" if continues else ""
+            raise UserError(f"{output}: stopped: {cause.strerror or cause}{advice}") from error
 
 
-def _take(output: Path, path: Path, force: bool, source: Path, locks: ExitStack) -> None:
+def _take(output: Path, path: Path, force: bool, source: Path | None, locks: ExitStack) -> None:
     """Lock an output and check that it, and the hidden folder, may be made or replaced."""
     locks.enter_context(closing(output_lock(output)))
     if restore_replaced(output):
         say(f"{output}: put back, since a killed conversion did not replace it")
     require(force or not lexists(output), f"{output} exists; --force replaces it")
-    require(output.resolve() not in (source, *source.parents), f"{output} holds the source")
+    holds_source = source is not None and output.resolve() in (source, *source.parents)
+    require(not holds_source, f"{output} holds the source")
     require(not _is_foreign(path), f"{output}: {path} is in the way; move it")
     if output.is_dir() and not output.is_symlink():
         locks.enter_context(closing(FolderLock(output, str(output))))

@@ -18,6 +18,10 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.pytorch import linear
 
+# isort: split
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
+
 RECIPES = ("qat-nvfp4", "qat-mxfp4", "qat-mxfp8", "qat-fp8-blocks", "qat-int4-g32")
 TOKENS = torch.arange(3, 19)[None]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -138,7 +142,10 @@ def test_logits_of_weights_decoded_to_bf16_differ_by_their_rounding(recipe, monk
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_other_tensors_are_the_models(recipe):
     model = convert(llama(torch.bfloat16), recipe)
-    tensors = dict(quantized_weights(model, layout=layout_of(recipe)))
+    tensors = {}
+    for name, tensor in quantized_weights(model, layout=layout_of(recipe)):
+        assert torch.is_grad_enabled() and not tensor.requires_grad
+        tensors[name] = tensor
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(tensors[name], model.get_parameter(name))
     config = quantization_config(model, layout=layout_of(recipe))
@@ -155,7 +162,10 @@ def test_a_megatron_model_gives_the_tensors_of_its_export(recipe, tmp_path):
                  "--quantization-engine", "reference", "--ckpt-step", "3"]  # fmt: skip
     parent = run.checkpoint.parent
     with loaded_model(parent, arguments, load_recipe(recipe)) as model:
-        live = dict(quantized_weights(model, recipe, layout=wanted.layout))
+        wrapped = DistributedDataParallel(
+            get_model_config(model), DistributedDataParallelConfig(), model
+        )
+        live = dict(quantized_weights(wrapped, recipe, layout=wanted.layout))
         config = quantization_config(model, recipe, layout=wanted.layout)
     assert config == config_of(tmp_path / "out")["quantization_config"]
     assert live.keys() == exported.keys()
@@ -211,3 +221,5 @@ def test_what_is_not_exported_is_refused():
         dict(quantized_weights(model, layout="gguf"))
     with pytest.raises(UserError, match="recipe: the layers"):
         dict(quantized_weights(model, "qat-mxfp8"))
+    with pytest.raises(TypeError, match=r"model is an OrderedDict, not an nn\.Module"):
+        dict(quantized_weights(model.state_dict()))

@@ -16,7 +16,7 @@ UPSTREAM = r"(?:megatron|transformer_engine)\b"
 OF_PYTHON_AND_TORCH = {
     "_getframe", "_shutdown_workers", "_abort_process_group", "_replace", "_action_groups",
     "_option_string_actions", "_exit", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-    "_backward_pre_hooks", "_execution_engine",
+    "_backward_pre_hooks", "_execution_engine", "_orig_mod",
 }  # fmt: skip
 ROWS = re.findall(
     rf"^\| `({UPSTREAM}[\w.]*)` \| (.+?) \| (.+?) \|",

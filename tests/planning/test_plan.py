@@ -11,7 +11,7 @@ from built import EXAMPLES, LLAMA_8B, parse, planned
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.command import main
-from megatron_lowbit.planning.device import ADDS_PRODUCTS, Device, gemm_name
+from megatron_lowbit.planning.device import Device, gemm_name
 from megatron_lowbit.planning.estimate import BUBBLE, data_parallel
 from megatron_lowbit.planning.hardware import GPU, Figure, gpu, gpu_names
 from megatron_lowbit.planning.layouts import Layout, candidates, layout_of
@@ -242,15 +242,6 @@ def test_gemms_go_where_the_engine_sends_them():
                 assert engine.describe(sides.lhs.format, sides.rhs.format).startswith(start)
                 seen.add(name)
     assert len(seen) == 4
-
-
-def test_gemms_that_add_to_the_main_gradient_are_the_engines():
-    from megatron_lowbit.kernels import routes
-
-    adding = {"bf16": routes.EXACT, "fp8 per tensor": routes.FOLDED, "fp8 per row": routes.ROWS,
-              "fp8 1x128 . 128x128": routes.TILES, "fp32": routes.DEQUANTIZED}  # fmt: skip
-    for name, route in adding.items():
-        assert (name in ADDS_PRODUCTS) == route.accumulates
 
 
 def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():

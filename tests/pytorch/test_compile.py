@@ -6,9 +6,10 @@ import pickle
 import pytest
 import torch
 from block_model import Model, batch, build, loss_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lowbit import LowbitLinear, convert
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import compiled
 from megatron_lowbit.recipes import LinearPrecision, load_precision, load_recipe, shipped_recipes
 
@@ -72,6 +73,47 @@ def test_eager_bits_of_all_recipes(case):
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_eager_draws_where_activations_are_computed_again(autocast, reference):
     check(model_in(load_precision("nvfp4"), recomputes=True), autocast)
+
+
+class Attention(nn.Module):
+    """Layers that take one input, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        precision = load_precision("nvfp4")
+        self.q, self.k, self.v = (LowbitLinear(64, 64, precision=precision) for _ in range(3))
+
+    def forward(self, x):
+        return self.v(x) * self.k(x) + self.q(x) + self.k(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_layers_of_one_input_draw_keys_of_their_own(backend, reference):
+    """A compiler makes one of equal calls."""
+    torch._dynamo.reset()
+    model = nn.Sequential(Attention(), Attention())
+    x = torch.randn(32, 64)
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        torch.manual_seed(5)
+        y = call(x)
+        grads = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+        results.append([y, *grads, torch.get_rng_state()])
+    for result, right in zip(*results, strict=True):
+        assert torch.equal(result, right)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export_takes_evaluation_in_high_precision_only(strict, reference):
+    """A number of a precision means another one in the process that loads the program."""
+    layer, x = LowbitLinear(64, 64, precision="mxfp8"), torch.randn(32, 64)
+    layer(x)
+    with pytest.raises(
+        (UserError, torch._dynamo.exc.Unsupported), match="does not contain the rec"
+    ):
+        torch.export.export(layer, (x,), strict=strict)
+    program = torch.export.export(layer.eval(), (x,), strict=strict)
+    assert torch.equal(program.module()(x), layer(x))
 
 
 @pytest.mark.slow

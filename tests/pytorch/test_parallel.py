@@ -19,21 +19,27 @@ from block_model import batch, build, loss_of
 from megatron_lowbit import convert, load_recipe
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import compiled
 from megatron_lowbit.pytorch import linear
 
 RANKS, STEPS = 2, 2
 RECIPES = {"fp8-tile": [], "nvfp4": ["bf16_blocks=none"], "mxfp4-backward": []}
 # Every recipe, and either way with checkpointing and without; not in make test, the other pairs.
+# Compiled blocks have the same bits.
 QUICK = [
     ("ddp", "fp8-tile", True), ("ddp", "nvfp4", False), ("fsdp", "nvfp4", True),
-    ("fsdp", "mxfp4-backward", False),
+    ("fsdp", "mxfp4-backward", False), ("compiled fsdp", "nvfp4", True),
 ]  # fmt: skip
-OTHERS = [("ddp", "mxfp4-backward", True), ("fsdp", "fp8-tile", False)]
+OTHERS = [
+    ("ddp", "mxfp4-backward", True), ("fsdp", "fp8-tile", False),
+    ("compiled ddp", "mxfp4-backward", False),
+]  # fmt: skip
 WAYS = [*QUICK, *(pytest.param(*way, marks=pytest.mark.slow) for way in OTHERS)]
 
 
 def converted(recipe: str):
-    linear.select_engine = lambda device: ReferenceEngine("tests")
+    for module in (compiled, linear):
+        module.select_engine = lambda device: ReferenceEngine("tests")
     model = convert(build(), load_recipe(recipe, RECIPES[recipe]))
     return model, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)
 
@@ -57,7 +63,10 @@ def train_as_rank(wrap: str, recipe: str, checkpointed: bool, rank: int):
     model, optimizer_of = converted(recipe)
     model.reentrant = False if checkpointed else None
     names = dict(model.named_parameters())
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else shard(model)
+    if "compiled" in wrap:
+        for block in model.layers:
+            block.compile(backend="aot_eager", fullgraph=True)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if "ddp" in wrap else shard(model)
     optimizer = optimizer_of(wrapped.parameters())
     losses = []
     for step in range(STEPS):
@@ -76,7 +85,8 @@ def train_alone(recipe: str):
     """Return the losses of each rank's batches, and the parameters afterwards."""
     losses: list[list[torch.Tensor]] = [[], []]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "select_engine", linear.select_engine)  # to restore it
+        for module in (compiled, linear):
+            patch.setattr(module, "select_engine", module.select_engine)  # to restore it
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         model, optimizer_of = converted(recipe)
         optimizer = optimizer_of(model.parameters())

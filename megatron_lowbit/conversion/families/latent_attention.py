@@ -48,10 +48,6 @@ _ATTENTION = {
 }
 
 
-def _query_rank(entries: Entries) -> int | None:
-    return entries.integer("q_lora_rank", 0, minimum=0) or None
-
-
 def _latent_arguments(entries: Entries) -> dict[str, Any]:
     heads, groups = entries.integer("num_attention_heads"), query_groups(entries)
     require(groups == heads, f"{CONFIG}: num_key_value_heads {groups}: must be {heads}, all heads")
@@ -118,7 +114,9 @@ YOUTU = replace(
     defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
     entries={
         **{name: entry for name, entry in LLAMA.entries.items() if name not in _OTHERS},
-        "q_lora_rank": Entry("q_lora_rank", _query_rank),
+        "q_lora_rank": Entry(
+            "q_lora_rank", lambda e: e.integer("q_lora_rank", 0, minimum=0) or None
+        ),
         "kv_lora_rank": integer("kv_lora_rank", 512),
         "qk_head_dim": integer("qk_nope_head_dim", 128),
         "qk_pos_emb_head_dim": integer("qk_rope_head_dim", 64),
