@@ -71,9 +71,11 @@ def compiled_linear(
     if random:
         # On the input depends that layers draw their keys one after another, and on the device
         # which generator is restored where activations are computed again. Compilers make one
-        # of calls that have equal arguments, but never of empty tensors.
+        # of calls that have equal arguments, but never of empty tensors: by the operator, since
+        # ``cpu_runtime`` replaces the function.
         cpu = torch.device("cpu")
-        key = _draw_key(rows, torch.empty(0, device=cpu), number, device=cpu)
+        call = torch.ops.aten.empty.memory_format([0], device=cpu)
+        key = _draw_key(rows, call, number, device=cpu)
     y: Tensor = _linear(rows, weight, bias, others, key, number, torch.is_grad_enabled())
     return y.view(*x.shape[:-1], weight.shape[0])
 

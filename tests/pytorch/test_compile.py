@@ -165,3 +165,10 @@ def test_a_layer_that_is_unpickled_has_the_number_of_its_precision(monkeypatch):
     monkeypatch.setattr(compiled, "_PRECISIONS", [other])
     assert pickle.loads(pickled).number == 1
     assert [other, layer.precision] == compiled._PRECISIONS
+
+
+def test_where_the_cpu_runtime_replaces_functions_of_torch(reference):
+    """The last test of the file: what the import replaces stays replaced in the process."""
+    import megatron_lowbit.megatron  # noqa: F401
+
+    check(model_in(load_precision("averis")))
