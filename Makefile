@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 pretrain: .venv/installed data/stdlib.idx
 	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \
 	    --data-path data/stdlib --tokenizer-model data/tokenizer \
-	    --save $(RUN) --tensorboard-dir $(RUN)/tensorboard
+	    --save $(RUN) --tensorboard-dir $(RUN)/tensorboard --short-log
 
 parity: .venv/installed data/stdlib.idx
 	$(BIN)/python -m benchmarks parity --data-path data/stdlib --tokenizer-model data/tokenizer \

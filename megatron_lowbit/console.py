@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lowbit.errors import printable
+from megatron_lowbit.errors import printable, terminal
 
 _UNLIMITED = 10_000  # columns
 
@@ -30,11 +30,11 @@ def plain_console(width: int | None = None, stderr: bool = False) -> Console:
         width: columns where the stream is no terminal; rich assumes 80, which breaks names.
         stderr: print on standard error.
     """
-    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    stream = sys.stderr if stderr else terminal()
     return _PlainConsole(
-        width=None if terminal else width,
-        stderr=stderr,
-        force_terminal=terminal,
+        width=None if stream.isatty() else width,
+        file=stream,
+        force_terminal=stream.isatty(),
         markup=False,
         emoji=False,
     )

@@ -38,8 +38,13 @@ def printable(text: str) -> str:
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:
-    """Print lines at once, each as :func:`printable` escapes it."""
-    print(*map(printable, lines), sep="\n", file=file, flush=True)
+    """Print lines at once, each as :func:`printable` escapes it; by default on the terminal."""
+    print(*map(printable, lines), sep="\n", file=file or terminal(), flush=True)
+
+
+def terminal() -> TextIO:
+    """Return standard output, also while a run's log has taken its place (``--short-log``)."""
+    return getattr(sys.stdout, "terminal", sys.stdout)
 
 
 def require(condition: bool, message: str) -> None:

@@ -64,8 +64,7 @@ def test_the_functions_that_escape_are_those_that_print():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     found = {call for call in calls if call[0] in ("print", "print_rank_0", "Console")}
-    prints = {("print", "errors.py"), ("print", "command_line.py")}
-    assert found == prints | {("print_rank_0", "megatron/run/errors.py")}
+    assert found == {("print", "errors.py"), ("print", "command_line.py")}
 
 
 def test_lines_tables_and_streams_are_escaped(capsys):

@@ -6,7 +6,7 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_lowbit.arguments.cpu import adapt_to_cpu, needs_one_connection
@@ -18,6 +18,7 @@ from megatron_lowbit.arguments.precision import (
     check_layers,
     translate_precision,
 )
+from megatron_lowbit.arguments.upstream_output import redirect_upstream
 from megatron_lowbit.arguments.values import (
     check_folders,
     check_samples,
@@ -42,6 +43,7 @@ _NEEDED = {
     "--full-validation": "--multiple-validation-sets",
     "--multiple-validation-sets": "--full-validation",
     "--load-latest-valid": "--load", "--resume-changed": "--load", "--save-keep-last": "--save",
+    "--short-log": "--save",
 }  # fmt: skip
 """Arguments that mean nothing without another one."""
 _NOT_WITH_SFT = (
@@ -76,7 +78,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
 
     Returns:
         Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
-        the tokens that Megatron-LM parsed; ``given``: the command line;
+        the tokens that Megatron-LM parsed; ``given``: the command line; ``upstream_lines``: what
+        Megatron-LM printed meanwhile under ``--short-log``;
         ``cuda_graph_impl_on_gpus`` and the others of ``OF_GPUS``: their values on a machine with
         GPUs, where this one has none.
 
@@ -101,8 +104,11 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     tokens = words.tokens()
     ranks = args.dry_run_world_size
-    with environment("WORLD_SIZE", None if ranks is None else str(ranks)):
+    printed: list[str] = []
+    redirected = redirect_upstream(printed.append) if args.short_log else nullcontext()
+    with environment("WORLD_SIZE", None if ranks is None else str(ranks)), redirected:
         parsed = _parse_upstream(tokens)
+    parsed.upstream_lines = "".join(printed)
     parsed.upstream_command_line = tokens
     parsed.given = given
     on_gpus = args if machine.capability is None else parsed

@@ -111,6 +111,15 @@ class DryRunArguments:
 
 
 @dataclass
+class LogArguments:
+    """Output of a run on the terminal."""
+
+    short_log: bool = False
+    """print the run's model, recipe, data and plan, and a line with loss, tokens/s and time left
+    every --log-interval iterations; Megatron-LM's lines and warnings go to SAVE/megatron.log"""
+
+
+@dataclass
 class LayerArguments:
     """Parts of layers that Megatron-LM lacks, as in Gemma 3 and Granite, or has no argument for."""
 
@@ -134,6 +143,7 @@ class LayerArguments:
 
 _OWN_GROUPS = {
     "dry run": DryRunArguments,
+    "log": LogArguments,
     "megatron-lowbit": RecipeArguments,
     "layers": LayerArguments,
 }

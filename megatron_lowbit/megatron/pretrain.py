@@ -73,6 +73,7 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     from megatron_lowbit.megatron.forward_step import forward_step
     from megatron_lowbit.megatron.recipe_hook import model_config_of
     from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard
+    from megatron_lowbit.megatron.run.short_log import short_log
 
     # Again: torch's context safe_globals, which transformers' Trainer enters as it resumes, takes
     # classes off the list that were on it before.
@@ -89,6 +90,7 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
         log_metrics(args),
         closing(CheckpointGuard(args)) as guard,
         release_model(model_config),
+        short_log(args, model_config),
     ):
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks

@@ -570,7 +570,9 @@ def take(directory: Path) -> None:
         guard.close()
 
 
-@pytest.mark.parametrize("name", [files.TRACKER, "metrics.jsonl", "progress.txt", "non_persistent"])
+@pytest.mark.parametrize(
+    "name", [files.TRACKER, "metrics.jsonl", "megatron.log", "progress.txt", "non_persistent"]
+)
 def test_links_that_a_run_would_write_through_are_refused(saved, tmp_path, name):
     (saved / name).unlink(missing_ok=True)
     (saved / name).symlink_to(tmp_path / "victim")

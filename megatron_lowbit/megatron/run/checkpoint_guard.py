@@ -27,8 +27,10 @@ from megatron_lowbit.storage.files import load_directory, selected
 from megatron_lowbit.storage.lock import FolderLock
 
 _NON_PERSISTENT = "non_persistent"
+LOG_FILE = "megatron.log"
 _WRITTEN_IN_PLACE = (
-    files.TRACKER, METRICS_FILE, _NON_PERSISTENT, "progress.txt", "latest_wandb_artifact_path.txt",
+    files.TRACKER, METRICS_FILE, LOG_FILE, _NON_PERSISTENT, "progress.txt",
+    "latest_wandb_artifact_path.txt",
 )  # fmt: skip
 """Names in ``--save`` that are written without being replaced."""
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.arguments.parse import in_one_line
-from megatron_lowbit.errors import TrainingError, UserError, error_behind, printable
+from megatron_lowbit.errors import TrainingError, UserError, error_behind, say
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_TEXT = "unexpected pos"
@@ -26,9 +26,10 @@ _NO_MEMORY_TEXT = "can't allocate memory"
 
 def say_on_rank_0(line: str) -> None:
     """Print a line on the first rank, with control characters escaped."""
-    from megatron.training.utils import print_rank_0
+    from megatron.training.utils import is_rank0
 
-    print_rank_0(printable(line))
+    if is_rank0():
+        say(line)
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
