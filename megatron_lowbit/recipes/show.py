@@ -13,6 +13,7 @@ from rich.table import Table
 
 from megatron_lowbit.console import print_report
 from megatron_lowbit.errors import require, say
+from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, route
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes import load
@@ -20,6 +21,9 @@ from megatron_lowbit.recipes.matchers import OUTPUT_LAYER, Layer
 from megatron_lowbit.recipes.recipe import NORMALIZED, Recipe
 from megatron_lowbit.recipes.te_config import te_config
 
+_HOPPER = (9, 0)
+_PRODUCTS = {EXACT: "BF16", DEQUANTIZED: "FP32"}
+"""Number formats of the routes that do not use FP8 tensor cores."""
 _COLUMNS = ("GEMM", "operand", "format", "bits")
 _LAYERS_WIDTH = 16  # columns at least, where a narrow terminal cannot hold all
 
@@ -45,11 +49,32 @@ _PREDICTIONS, _STAGE = "/", "|"
 
 
 def list_recipes() -> None:
-    """Print the recipes that come with the package."""
-    table = Table("recipe", "description")
+    """Print the recipes that come with the package, their use, and their GEMMs on a GPU."""
+    table = Table("recipe", "use", "GEMMs on H100, H200", "description")
     for name in load.shipped_recipes():
-        table.add_row(name, load.load_recipe(name).description)
-    print_report(table)
+        recipe = load.load_recipe(name)
+        gemms = [gemm for precision in recipe.configs.values() for gemm in precision.gemms.items()]
+        table.add_row(name, _use(gemms), _gemms_on_hopper(gemms), recipe.description)
+    print_report(table, "loss gaps and speeds: docs/choose-a-recipe.md in the repository")
+
+
+def _use(gemms: Sequence[tuple[Gemm, GemmPrecision]]) -> str:
+    """Return the use of a recipe; gradients in high precision stand for fine-tuning."""
+    if not any(gemm.quantized for _, gemm in gemms):
+        return "baseline"
+    backward = any(gemm.lhs for name, gemm in gemms if name is not Gemm.FPROP)
+    return "pretraining" if backward else "fine-tuning"
+
+
+def _gemms_on_hopper(gemms: Sequence[tuple[Gemm, GemmPrecision]]) -> str:
+    """Return the number formats in which an H100 or H200 multiplies quantized operands."""
+    products = set()
+    for _, gemm in gemms:
+        if gemm.quantized:
+            formats = (side and side.format for side in gemm.sides)
+            taken = route(*formats, _HOPPER, gemm.folding)
+            products.add("FP32" if gemm.dequantizes else _PRODUCTS.get(taken, "FP8"))
+    return ", ".join(sorted(products)) or "BF16"
 
 
 def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Namespace) -> None:

@@ -31,6 +31,11 @@ OPERANDS = [("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad"), ("dgrad"
             ("wgrad", "grad"), ("wgrad", "input")]  # fmt: skip
 HIGH = [(*operand, "bf16", "16") for operand in OPERANDS]
 FORMATS_OF_NVFP4 = ("nvfp4", "nvfp4-2d", "nvfp4 SR", "nvfp4-2d", "nvfp4 SR", "nvfp4")
+HOPPER = (
+    (r"fp8-.*|mxfp.*|nvfp4-fold", "FP8"), (r"tetrajet2|qat-int4-.*", "FP32"),
+    (r"nemotron3-super|qat-(?:fp8|mxfp).*-activations", "BF16, FP8"),
+)  # fmt: skip
+"""Number formats of GEMMs on an H100 by names of recipes; of all other recipes it is BF16."""
 NVFP4 = [
     *(
         (*operand, format, "4.5")
@@ -186,10 +191,16 @@ def read_to_the_end(terminal: int) -> bytes:
 
 
 def test_list(capsys):
-    lines = shown("list", capsys=capsys)
-    found = dict(lines)
-    assert found.pop("recipe") == "description"
-    assert found == {name: load_recipe(name).description for name in shipped_recipes()}
+    heading, *rows, last = shown("list", capsys=capsys)
+    assert heading == ["recipe", "use", "GEMMs on H100, H200", "description"]
+    assert last == ["loss gaps and speeds: docs/choose-a-recipe.md in the repository"]
+    assert [(name, text) for name, _, _, text in rows] == [
+        (name, load_recipe(name).description) for name in shipped_recipes()
+    ]
+    for name, use, gemms, _ in rows:
+        is_qat = name.startswith("qat-")
+        assert use == ("baseline" if name == "bf16" else "fine-tuning" if is_qat else "pretraining")
+        assert gemms == next((gemms for part, gemms in HOPPER if re.fullmatch(part, name)), "BF16")
 
 
 def test_a_terminal_of_80_columns(monkeypatch):
