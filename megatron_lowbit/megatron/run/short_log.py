@@ -153,6 +153,8 @@ def start_lines(args: Namespace, warnings: int) -> Iterator[str]:
     if args.eval_iters and args.eval_interval <= args.train_iters:
         plan += f"; validation every {args.eval_interval} iterations"
     yield f"plan: {plan}"
-    saves = f"every {args.save_interval} iterations" if args.save_interval else "at the end"
-    yield f"files: {args.save} gets a checkpoint {saves}, metrics.jsonl, and at the end loss.png"
+    yield (
+        f"files: {args.save} gets a checkpoint every {args.save_interval} iterations, "
+        "metrics.jsonl, and at the end loss.png"
+    )
     yield f"Megatron-LM: {warnings} warnings and all other lines are in {args.save}/{LOG_FILE}"
