@@ -21,6 +21,7 @@ from megatron_lowbit.folders import replace_text, replacing
 from megatron_lowbit.megatron.run.bad_iterations import NOTES, skip_bad_iterations
 from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard
 from megatron_lowbit.megatron.run.metrics import MetricsWriter
+from megatron_lowbit.megatron.run.short_log import _Log
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.lock import FolderLock, output_lock, temporary_folder
 from megatron_lowbit.storage.resumable_output import JOURNAL, ResumableOutput, resumable_output
@@ -105,11 +106,13 @@ WRITERS: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda folder: files.write_document(folder, {}), ["lowbit.json", ".lowbit.json.partial"]),
     (lambda folder: FolderLock(folder).close(), [".lock"]),
     (lambda folder: output_lock(folder / "out").close(), [".out.lock"]),
+    (lambda folder: _Log(Namespace(save=str(folder))).close(), ["megatron.log"]),
     (write_metrics, ["metrics.jsonl", ".metrics.jsonl.partial"]),
     (draw_loss, ["loss.png", ".loss.png.partial"]),
     (compare, ["comparison.png", "comparison.html", ".comparison.png.partial"]),
     (record_bad_iteration, [NOTES, f".{NOTES}.0.partial"]),
-    (save_into, [".lock", files.TRACKER, "metrics.jsonl", "progress.txt", "non_persistent"]),
+    (save_into, [".lock", files.TRACKER, "metrics.jsonl", "megatron.log", "progress.txt",
+                 "non_persistent"]),
     (cache_indices, [".lock", f"{INDEX}-description.txt", f"{INDEX}-shuffle_index.npy",
                      f".{INDEX}-shuffle_index.npy.partial"]),
     (convert, [".out.lock", ".out.partial", ".out.replaced"]),
@@ -173,6 +176,7 @@ def test_only_replacing_and_a_few_named_places_open_files_to_write():
     assert {name: count for name, count in found.items() if count} == {
         "folders.py": 1, "storage/lock.py": 3, "storage/files.py": 2,
         "storage/resumable_output.py": 3, "data/index_cache.py": 1, "megatron/run/metrics.py": 1,
+        "megatron/run/short_log.py": 1,
         "analysis/loss_curve.py": 1, "analysis/comparison_page.py": 1, "study/runner.py": 2,
         "study/sensitivity.py": 1, "checkpoints/hugging_face_files.py": 2,
         "conversion/convert.py": 1,
