@@ -322,3 +322,10 @@ def in_one_line(error: Exception) -> str:
     if "apply_rope_fusion" in message:  # a field of the configuration, true by default
         message += " Or give --no-rope-fusion."
     return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)
+
+
+def on_described_machine(args: Namespace) -> Namespace:
+    """Return the arguments as the machine that a dry run describes has them."""
+    if not getattr(args, "dry_run", False):
+        return args
+    return Namespace(**vars(args) | {name: getattr(args, f"{name}_on_gpus") for name in OF_GPUS})

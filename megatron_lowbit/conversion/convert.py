@@ -27,6 +27,7 @@ from megatron_lowbit.checkpoints.reader import (
 )
 from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, extra_states, write_iteration
 from megatron_lowbit.conversion import SHARD_BYTES
+from megatron_lowbit.conversion.engines import scales_lost_in_engines
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.families.rope import rope_entries, rope_type
 from megatron_lowbit.conversion.families.with_images import OF_IMAGES, RENAMED, text_config
@@ -41,7 +42,6 @@ from megatron_lowbit.conversion.quantized import (
     quantized_tensors,
     recipe_digest,
     recipe_of,
-    scales_lost_in_engines,
 )
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder
 from megatron_lowbit.errors import UserError, require, say

@@ -17,6 +17,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.checkpoints.reader import EMBEDDING, TensorSlice, other_name
 from megatron_lowbit.conversion.convert import lazy_tensors
+from megatron_lowbit.conversion.engines import scales_lost_in_engines
 from megatron_lowbit.conversion.families import family_of
 from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.layout import Layout, Weight
@@ -26,7 +27,6 @@ from megatron_lowbit.conversion.quantized import (
     config_of,
     plan_quantization,
     quantized_tensors,
-    scales_lost_in_engines,
     weight_of,
 )
 from megatron_lowbit.errors import UserError, require, require_type

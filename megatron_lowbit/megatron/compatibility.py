@@ -6,13 +6,11 @@ whether the combination is given. Training and dry runs read all of them by :fun
 
 from argparse import Namespace
 
-from megatron_lowbit.arguments.parse import OF_GPUS
+from megatron_lowbit.arguments.parse import on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
-from megatron_lowbit.kernels.support import has_kernel
-from megatron_lowbit.recipes import LinearPrecision, Recipe
-
-Rows = dict[str, object]
+from megatron_lowbit.megatron.graph_compatibility import Rows, cuda_graphs, graphs_of_experts
+from megatron_lowbit.recipes import Recipe
 
 
 def check(args: Namespace, recipe: Recipe | None) -> None:
@@ -44,13 +42,6 @@ def refuse(rows: Rows) -> None:
     """Raise a UserError with the error of the first combination that is given."""
     for error, given in rows.items():
         require(not given, error)
-
-
-def on_described_machine(args: Namespace) -> Namespace:
-    """Return the arguments as the machine that a dry run describes has them."""
-    if not getattr(args, "dry_run", False):
-        return args
-    return Namespace(**vars(args) | {name: getattr(args, f"{name}_on_gpus") for name in OF_GPUS})
 
 
 def attention_mask(args: Namespace) -> Rows:
@@ -103,36 +94,6 @@ def fused_loss(args: Namespace) -> Rows:
     return {
         f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion": (
             name in LOSSES and not args.cross_entropy_loss_fusion
-        ),
-    }
-
-
-def graphs_of_experts(args: Namespace) -> Rows:
-    """Return CUDA graphs that cannot be captured: a dispatcher waits for the CPU inside of them."""
-    implementation, pattern = args.cuda_graph_impl, args.hybrid_layer_pattern
-    # Padded to its capacity, each expert has the same number of tokens in every micro batch.
-    if (
-        not args.num_experts
-        or implementation not in ("local", "transformer_engine")
-        or args.moe_token_dispatcher_type not in ("allgather", "alltoall")
-        or args.moe_pad_expert_input_to_capacity
-    ):
-        return {}
-    modules = {getattr(module, "name", module) for module in args.cuda_graph_modules}
-    is_whole = modules <= {"full"}  # a deprecated name for no modules
-    is_local = implementation == "local"  # captures moe_preprocess together with moe_router
-    prepares = "moe_preprocess" in modules or (is_local and "moe_router" in modules)
-    in_gpt = is_local and pattern is None
-    flag = f"--cuda-graph-impl {implementation} with --num-experts {args.num_experts}"
-    parts = ["attn", *(["mamba"] if pattern else []), "moe_router", "moe_preprocess"]
-    named = f"--cuda-graph-modules {' '.join(parts)} --moe-token-dispatcher-type alltoall"
-    return {
-        f"{flag}: a capture cannot wait for token counts, and local graphs of a GPT have no parts "
-        f"without experts; give --cuda-graph-impl transformer_engine {named}": in_gpt,
-        f"{flag}: a capture of whole layers cannot wait for token counts; give {named}": is_whole,
-        "--moe-router-padding-for-quantization with --cuda-graph-modules moe_preprocess: a capture "
-        "cannot wait for numbers of padded tokens; leave out the padding": (
-            args.moe_router_padding_for_quantization and prepares
         ),
     }
 
@@ -287,48 +248,6 @@ def output_layer(args: Namespace) -> Rows:
         f"{flag} does not go with a recipe's output_layer: {reason}; leave one of them out": given
         for flag, (reason, given) in reasons.items()
     }
-
-
-def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
-    """Return uses of a recipe that the graphs of ``--cuda-graph-impl`` exclude."""
-    implementation = args.cuda_graph_impl
-    if implementation == "none" or not any(p.quantized for p in recipe.precisions()):
-        return {}
-    is_local = implementation == "local"
-    evaluates = (args.eval_iters or args.full_validation) and args.eval_precision != "recipe"
-    in_gpt = args.num_experts and args.hybrid_layer_pattern is None
-    way_out = "use no switch" if in_gpt else "use local"
-    recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
-    reasons = {
-        "random keys are filled in before each microbatch, which it replays as one; use local": (
-            implementation == "full_iteration"
-        ),
-        f"it cannot capture again where the recipe switches; {way_out}": (
-            not is_local and recipe.switches
-        ),
-        "it replays training's graphs in evaluation; use --eval-precision recipe": (
-            is_local and evaluates
-        ),
-        "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": any(
-            map(_reads_signs, recipe.precisions())
-        ),
-        "--fused-allreduce-norm counts its calls on the CPU": args.fused_allreduce_norm,
-        "not with --overlap-moe-expert-parallel-comm; leave one of them out": (
-            args.overlap_moe_expert_parallel_comm
-        ),
-        "recomputation in a pipeline would find another microbatch's random keys": recomputes,
-    }
-    return {
-        f"--cuda-graph-impl {implementation} under a recipe: {reason}": given
-        for reason, given in reasons.items()
-    }
-
-
-def _reads_signs(precision: LinearPrecision) -> bool:
-    """Return True if a GPU's fresh signs are read by the CPU: for operands without a kernel."""
-    gemms = precision.gemms.values()
-    fresh = [gemm for gemm in gemms if gemm.hadamard and gemm.hadamard.signs == "fresh"]
-    return any(not has_kernel(side) for gemm in fresh for side in gemm.sides if side)
 
 
 def mxnorm(args: Namespace, recipe: Recipe) -> Rows:

@@ -18,10 +18,10 @@ from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
+from megatron_lowbit.arguments.parse import on_described_machine
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.routes import Format, route
-from megatron_lowbit.megatron.compatibility import on_described_machine
 from megatron_lowbit.megatron.layers.state import layer_states
 from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order, model_config_of
 from megatron_lowbit.megatron.run.errors import translate_model_errors
