@@ -37,13 +37,13 @@ from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_expe
 from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.conversion.quantized import (
     QuantizedAs,
-    finish,
     plan_quantization,
     quantized_tensors,
     recipe_digest,
     recipe_of,
 )
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder
+from megatron_lowbit.conversion.report import finish
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.recipes import Recipe

@@ -17,8 +17,8 @@ from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.conversion.convert import COMPANIONS, MODEL_ARGUMENTS
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.gguf_file import GGUFSummary
-from megatron_lowbit.conversion.quantized import REPORT
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
+from megatron_lowbit.conversion.report import REPORT
 from megatron_lowbit.errors import printable
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
