@@ -56,7 +56,7 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 def test_cases():
     """Every model in its precisions, some with graphs too, of this project or upstream's."""
     found = flagship.cases()
-    fused, even, spread = 2 * 2, 2 * (10 + 2), 10 + 4
+    fused, even, spread = 2 * 2, 2 * (10 + 2), 2 * 10 + 4
     count = 27 * (6 + 11) + 10 + fused + even + spread
     assert len({case.name for case in found}) == len(found) == count
     for case in found:
