@@ -222,6 +222,7 @@ def check_plannable(args: Namespace) -> None:
         ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size),
         ("--moe-latent-size", args.moe_latent_size),
         ("--context-parallel-size", args.context_parallel_size > 1),
+        ("--distill-from", args.distill_from),
         ("--expert-tensor-parallel-size", expert_tensor != tensor),
         ("a heterogeneous model", args.heterogeneous_layers_config_path),
         ("fully sharded data parallelism", args.use_megatron_fsdp or args.use_torch_fsdp2),

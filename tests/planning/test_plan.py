@@ -49,6 +49,7 @@ MOVED = 1 / H200.moved(1.0)
         f"--gpus 7 {LLAMA_8B} --as-given": "global_batch_size (256)",
         f"--gpus 8 {LLAMA_8B} --mtp-num-layers 1": "no layout is possible; --mtp-num-layers",
         f"--gpus 8 {LLAMA_8B} --as-given --context-parallel-size 2": "do not cover",
+        f"--gpus 8 {LLAMA_8B} --as-given --distill-from teacher": "--distill-from: plans of memory",
         f"--gpus 37 {LLAMA_8B}": "--gpus 37: no layout is possible; --global-batch-size",
         f"--gpus 8 {LLAMA_8B} --context-parallel-size 0": "--context-parallel-size 0: must be an",
         f"--gpus 8 {LLAMA_8B} --padded-vocab-size 0": "--padded-vocab-size 0: must be an",
