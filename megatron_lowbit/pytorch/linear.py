@@ -92,7 +92,8 @@ class LowbitLinear(nn.Linear):
         bias: Tensor | None = self.bias
         require_type("the input of LowbitLinear", x, Tensor, "a tensor")
         require(
-            not torch.compiler.is_exporting(),
+            # Dynamo in torch 2.11 traces is_exporting() as True under torch.compile, too.
+            not torch.compiler._is_exporting_flag,
             "LowbitLinear: a program of torch.export does not contain the recipe; export in "
             "evaluation mode with eval_precision='bf16', or the weights by megatron_lowbit.export",
         )
