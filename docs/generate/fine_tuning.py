@@ -65,7 +65,7 @@ def gain(runs: Sequence[dict]) -> str:
         after, during = f"{format} {AFTER}", f"{format} {DURING}"
         pairs = (after, BASELINE), (during, BASELINE), (during, after)
         rows.append([f"`{recipe}`", *(difference(losses, *pair) for pair in pairs)])
-    headings = ("", f"{AFTER}, to BF16", f"{DURING}, to BF16", f"{DURING}, to after")
+    headings = ("", f"{AFTER} minus BF16", f"{DURING} minus BF16", f"{DURING} minus {AFTER}")
     return _rendered("fine-tuning-gain", runs, rows=rows, headings=headings)
 
 
@@ -76,7 +76,7 @@ def distillation(runs: Sequence[dict]) -> str:
         [name, *("" if name == other else difference(losses, name, other) for other in others)]
         for name in (*METHODS, CONTINUED)
     ]
-    headings = ("", "to BF16, the teacher", f"to {METHODS[0]}", f"to {CONTINUED}")
+    headings = ("", "minus the teacher", f"minus {METHODS[0]}", f"minus {CONTINUED}")
     last = next(run for run in runs if run["name"] == CONTINUED)
     return _rendered("distillation-gain", runs, rows=rows, headings=headings, last=last)
 
