@@ -17,7 +17,7 @@ from functools import cache
 from megatron_lowbit.arguments.cpu import needs_one_connection
 from megatron_lowbit.arguments.parse import REFUSALS, environment, in_one_line
 from megatron_lowbit.arguments.parser import (
-    add_recipe_arguments,
+    add_own_arguments,
     front_parser,
     read_command_line,
 )
@@ -37,7 +37,7 @@ _RECIPES = Machine(capability=None, transformer_engine=False)
 def _parsers() -> tuple[CommandParser, argparse.ArgumentParser]:
     """Return the parsers of whole command lines and of what Megatron-LM takes of them."""
     upstream = argparse.ArgumentParser(allow_abbrev=False)
-    add_recipe_arguments(add_megatron_arguments(upstream))
+    add_own_arguments(add_megatron_arguments(upstream))
     return front_parser(), upstream
 
 

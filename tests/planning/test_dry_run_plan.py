@@ -96,6 +96,16 @@ def test_main_gradients_have_the_bytes_that_are_asked_for(flags, gib, capsys):
     assert row.split("│")[2].strip() == gib == f"{8_030_261_248 * (2 if flags else 4) / 2**30:.2f}"
 
 
+def test_a_short_log_does_not_change_the_plan(capsys):
+    line = f"@{EXAMPLES / 'llama3-8b'}.args --vocab-size 128256 --bf16 --save runs --dry-run"
+    plans = []
+    for flags in ([], ["--short-log"]):
+        for part in describe_plan([*line.split(), *flags], 8, "h200", "as --gpu asks"):
+            plain_console(130).print(part)
+        plans.append(capsys.readouterr().out)
+    assert "main gradients" in plans[0] and plans[0] == plans[1]
+
+
 def test_a_kind_of_gpu_without_figures_is_refused(capsys):
     line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1"
     line += " --max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --dry-run"
