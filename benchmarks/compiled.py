@@ -4,8 +4,7 @@
 
 Forward and backward of four blocks of Llama-3-8B, 4 sequences of 4096 random tokens in BF16, no
 optimizer. Each contender is ``torch.compile(model, fullgraph=True)`` of the same blocks, "eager"
-the same without it. Weights are quantized in every step. torchao's MXFP8 needs Blackwell's GEMMs;
-elsewhere only its emulation runs.
+the same without it. Weights are quantized in every step.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Conversion of whole checkpoints between Hugging Face and Megatron-LM, tensor by tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial as bind
 from pathlib import Path
@@ -36,6 +36,7 @@ from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_experts
 from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.conversion.quantized import (
+    Quantization,
     QuantizedAs,
     plan_quantization,
     quantized_tensors,
@@ -250,15 +251,7 @@ def to_hugging_face(
         config[QUANTIZATION] = plan.config
         if advice := scales_lost_in_engines(plan.weights.items()):
             say(advice)
-    contents = stack_experts(
-        [
-            quantized_tensors(checkpoint, plan.weights[rule.names], plan.layout)
-            if plan and rule.names in plan.weights
-            else lazy_tensors(checkpoint, rule, wanted)
-            for rule in rules
-        ],
-        config,
-    )
+    contents = stack_experts([*planned_tensors(checkpoint, rules, plan, wanted)], config)
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
             "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
             "recipe": quantized and recipe_digest(quantized, checkpoint), "dtype": dtype,
@@ -289,6 +282,23 @@ def _calibrate(
     from megatron_lowbit.conversion.calibration import input_amaxes
 
     return input_amaxes(source, model, text, tokenizer)
+
+
+def planned_tensors(
+    tensors: TensorSource,
+    rules: Sequence[Rule],
+    plan: Quantization | None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[LazyTensors]:
+    """Yield the tensors of each rule, quantized where the plan has its weight.
+
+    ``dtype``: of the others; None for their own.
+    """
+    for rule in rules:
+        if plan is not None and rule.names in plan.weights:
+            yield quantized_tensors(tensors, plan.weights[rule.names], plan.layout)
+        else:
+            yield lazy_tensors(tensors, rule, dtype)
 
 
 def lazy_tensors(tensors: TensorSource, rule: Rule, dtype: torch.dtype | None) -> LazyTensors:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.checkpoints.reader import EMBEDDING, TensorSlice, other_name
-from megatron_lowbit.conversion.convert import lazy_tensors
+from megatron_lowbit.conversion.convert import planned_tensors
 from megatron_lowbit.conversion.engines import scales_lost_in_engines
 from megatron_lowbit.conversion.families import family_of
 from megatron_lowbit.conversion.layouts import LAYOUTS
@@ -161,13 +161,7 @@ def plan_export(model: nn.Module, recipe: Recipe | str | None, layout: str) -> L
     message = f"{delayed[:1]}: delayed scaling is not exported from a model in memory"
     require(not delayed, f"quantized_weights: {message}; save a checkpoint and convert it")
     _check_scales(plan.weights.values())
-    contents = (
-        quantized_tensors(tensors, plan.weights[rule.names], plan.layout)
-        if rule.names in plan.weights
-        else lazy_tensors(tensors, rule, None)
-        for rule in rules
-    )
-    return LiveExport(contents, plan.layout, plan.config)
+    return LiveExport(planned_tensors(tensors, rules, plan), plan.layout, plan.config)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

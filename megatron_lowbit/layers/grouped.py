@@ -84,8 +84,9 @@ class GroupContext:
         if not self.requantizes:
             return self.quantize(xs, Role.INPUT, Gemm.FPROP, Gemm.WGRAD if keep else None)
         request = self.context.request(Gemm.FPROP, Role.INPUT, 0, needs_codes=True)
-        if request is not None and request.quantizer.rows_are_independent and codes is None:
-            rows = xs.template
+        independent = request is not None and request.quantizer.rows_are_independent
+        if codes is None and independent and isinstance(xs, RowSlices):
+            rows = xs.matrix
             codes, _ = self.context.quantize(rows, Role.INPUT, Gemm.FPROP, None, needs_codes=True)
         if request is None or codes is None:
             inputs, _ = self.quantize(xs, Role.INPUT, Gemm.FPROP, None)

@@ -6,7 +6,7 @@ from megatron_lowbit.kernels.support import has_kernel
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 
 Rows = dict[str, object]
-"""Whether a combination of arguments is given, by the error that names it and a way out."""
+"""True for a combination of arguments that is given, by the error that names it and a way out."""
 
 
 def graphs_of_experts(args: Namespace) -> Rows:
