@@ -146,8 +146,8 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def profile(case: Case, gpu: str | None) -> dict[str, Any]:
-    """Train a case under the profiler; return its row."""
+def profile(case: Case, gpus: str | None) -> dict[str, Any]:
+    """Train a case under the profiler; return the row of its first rank."""
     with tempfile.TemporaryDirectory() as folder:
         board = Path(folder) / "tensorboard"
         board.mkdir()
@@ -156,7 +156,7 @@ def profile(case: Case, gpu: str | None) -> dict[str, Any]:
             "--use-pytorch-profiler", "--profile-step-start", str(FIRST), "--profile-step-end",
             str(LAST),
         ]  # fmt: skip
-        row = train(case.script, words, gpus=1, device=gpu)
+        row = train(case.script, words, case.gpus, gpus)
         if "error" in row:
             return row
         with gzip.open(Path(folder) / "torch_profile" / "rank-0.json.gz", "rt") as file:
@@ -171,8 +171,14 @@ def profile(case: Case, gpu: str | None) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train the cases that the output lacks under the profiler; write the file after each."""
     parser = training_steps.cases_parser(__doc__, seconds=1e9, only=True)
-    parser.add_argument("--gpu", type=int, metavar="N", help="number of the GPU (default: first)")
+    parser.add_argument(
+        "--gpu", dest="gpus", type=int, nargs="+", default=[None], metavar="N",
+        help="numbers of GPUs, a case on each (default: the first)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    rows = run_cases({case.name: case for case in cases()}, profile, args, 1, [args.gpu])
+    fitting = {case.name: case for case in cases() if case.gpus <= len(args.gpus)}
+    rows = run_cases(
+        fitting, profile, args, len(args.gpus), args.gpus, gpus_of=lambda case: case.gpus
+    )
     columns = {kind: f"milliseconds.{kind}" for kind in _COLUMNS}
     Console(width=150).print(table(rows, "GPU time of a step, ms", columns, name="case"))
