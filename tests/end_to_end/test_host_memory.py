@@ -1,8 +1,10 @@
 """Constant memory of a long run. This file is also the measured process."""
 
 import json
+import statistics
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,26 +25,30 @@ ASYNC = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-wor
 @pytest.mark.slow
 def test_memory_stays_flat_for_5000_iterations(tmp_path):
     """The engine is the default one of a CPU, which torch.compile builds."""
-    assert growth_of_a_run(tmp_path, 5000, "--save-interval", 100) < 1024
+    assert growth_of_a_run(tmp_path, 5000, "--save-interval", 100) < 64
 
 
 @pytest.mark.gpu
 def test_memory_stays_flat_with_asynchronous_saves(tmp_path):
     """The run saves 20 times."""
-    growth = growth_of_a_run(tmp_path, 2000, "--save-interval", 100, *ASYNC)
-    assert growth < 5 * 1800
+    assert growth_of_a_run(tmp_path, 2000, "--save-interval", 100, *ASYNC) < 5 * 200
 
 
-def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> int:
-    """Return the growth of a run's resident memory after a tenth of its iterations, in KB."""
+def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> float:
+    """Return how much a run's resident memory grows in a tenth of its iterations, in KB.
+
+    The median over all tenths but the first: a leak grows in each of them. Single steps are none:
+    malloc keeps freed memory, and Python's table of interned strings doubles once, by 3.7 MB.
+    """
     given = (*COMMON, "--train-iters", iterations, "--save", folder / "run", *extra)
     command = [sys.executable, __file__, *arguments_for(folder, given)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     resident = json.loads(done.stdout.splitlines()[-1])
     assert len(resident) == iterations
-    print(f"resident KB: {resident[:: iterations // 10]}, {resident[-1]}")
-    return resident[-1] - resident[iterations // 10]
+    tenths = [*resident[iterations // 10 :: iterations // 10], resident[-1]]
+    print(f"resident KB: {tenths}")
+    return statistics.median(end - begin for begin, end in pairwise(tenths))
 
 
 def worker(arguments: list[str]) -> None:
