@@ -35,7 +35,7 @@ def test_memory_stays_flat_with_asynchronous_saves(tmp_path):
 
 
 def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> float:
-    """Return how much a run's resident memory grows in a tenth of its iterations, in KB.
+    """Return the growth of a run's resident memory in a tenth of its iterations, in KB.
 
     The median over all tenths but the first: a leak grows in each of them. Single steps are none:
     malloc keeps freed memory, and Python's table of interned strings doubles once, by 3.7 MB.
