@@ -19,7 +19,7 @@ from megatron_lowbit.errors import UserError, require
 
 @dataclass
 class RecipeArguments:
-    """Precision of the linear layers, and protection of long runs."""
+    """Precision of the linear layers, lengths of documents, and protection of long runs."""
 
     precision_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "NAME_OR_FILE", "nargs": "*"}}
@@ -65,6 +65,10 @@ class RecipeArguments:
     """send tokens to experts of other ranks as codes of the recipe, which must have
     wgrad.input.requantize, instead of in BF16; needs --moe-token-dispatcher-type alltoall and
     --moe-grouped-gemm"""
+
+    pad_documents_to_multiple_of: int = 1
+    """with --dataloader-inter-document-masking: pad each document of a sample to a multiple of N
+    tokens, with tokens that have no loss; context parallelism needs a multiple of twice its size"""
 
     distill_from: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
     """train towards the output of an unquantized teacher, the newest checkpoint in DIR, of the same

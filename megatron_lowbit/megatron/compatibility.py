@@ -99,16 +99,17 @@ def fused_loss(args: Namespace) -> Rows:
 
 
 def document_masks(args: Namespace) -> Rows:
-    """Return arguments that exclude ``--dataloader-inter-document-masking``."""
+    """Return arguments that exclude ``--dataloader-inter-document-masking`` or its padding."""
+    flag, multiple = "--dataloader-inter-document-masking", args.pad_documents_to_multiple_of
+    padding = f"--pad-documents-to-multiple-of {multiple}"
     if not args.dataloader_inter_document_masking:
-        return {}
-    stages = args.pipeline_model_parallel_size > 1
+        return {f"{padding} needs {flag}": multiple != 1}
+    stages, parts = args.pipeline_model_parallel_size > 1, 2 * args.context_parallel_size
     reasons = {
         "Transformer Engine layers, and so a GPU": args.transformer_impl != "transformer_engine",
         "a GPT: Mamba layers carry states over documents": args.hybrid_layer_pattern is not None,
-        "--context-parallel-size 1: parts of a document would need equal lengths": (
-            args.context_parallel_size > 1
-        ),
+        f"--pad-documents-to-multiple-of {parts}, or a multiple of that: each rank has two equal "
+        "parts of every document": parts > 2 and multiple > 0 and multiple % parts != 0,
         "--micro-batch-size 1 in a pipeline: stages exchange one sequence": (
             stages and args.micro_batch_size > 1
         ),
@@ -119,8 +120,11 @@ def document_masks(args: Namespace) -> Rows:
         "samples of whole documents; leave out --fim-data": args.fim_data,
         "no --reset-position-ids, whose effect it has; leave that out": args.reset_position_ids,
     }
-    flag = "--dataloader-inter-document-masking"
-    return {f"{flag} needs {reason}": given for reason, given in reasons.items()}
+    lengths = f"{padding} must divide --seq-length {args.seq_length}"
+    return {
+        **{f"{flag} needs {reason}": given for reason, given in reasons.items()},
+        lengths: multiple < 1 or args.seq_length % multiple != 0,
+    }
 
 
 def distillation(args: Namespace) -> Rows:

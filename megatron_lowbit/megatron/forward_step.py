@@ -15,6 +15,7 @@ from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_lowbit.data.dataset import beyond_rows
+from megatron_lowbit.data.padding import pad_documents
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.datasets import has_mtp
 
@@ -75,6 +76,8 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
         _check_ids(loaded, args)
         # Samples of conversations have boundaries, too, of one document each.
         keys = (*_KEYS, *_DOCUMENT_KEYS) if masks else _KEYS
+        if args.pad_documents_to_multiple_of > 1:
+            loaded = pad_documents(loaded, args.pad_documents_to_multiple_of)
         batch = {
             key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in keys
         }

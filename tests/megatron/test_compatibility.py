@@ -36,7 +36,8 @@ USUAL = {
     "quick_geglu": False, "context_parallel_size": 1, "position_embedding_type": "rope",
     "cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native",
     "dataloader_inter_document_masking": False, "sft": False, "fim_data": False,
-    "reset_position_ids": False, "micro_batch_size": 2,
+    "reset_position_ids": False, "micro_batch_size": 2, "seq_length": 32,
+    "pad_documents_to_multiple_of": 1,
     "use_layer_wise_distributed_optimizer": False, "distill_from": None,
 }  # fmt: skip
 
@@ -136,7 +137,11 @@ def test_arguments_that_end_runs_of_megatron_fsdp_are_refused(flag, given):
     [
         ("Transformer Engine layers", {"transformer_impl": "local"}),
         ("a GPT", {"hybrid_layer_pattern": "M*"}),
-        ("--context-parallel-size 1", {"context_parallel_size": 2}),
+        ("--pad-documents-to-multiple-of 4", {"context_parallel_size": 2}),
+        (
+            "--pad-documents-to-multiple-of 8",
+            {"context_parallel_size": 4, "pad_documents_to_multiple_of": 4},
+        ),
         ("--micro-batch-size 1 in a pipeline", {"pipeline_model_parallel_size": 2}),
         ("--cuda-graph-impl none", {"cuda_graph_impl": "local"}),
         ("a data set of documents", {"sft": True}),
@@ -150,6 +155,17 @@ def test_masks_of_documents_say_what_they_need(needed, given):
     hooks(["nvfp4"], **masks, pipeline_model_parallel_size=2, micro_batch_size=1)
     with pytest.raises(UserError, match=f"^--dataloader-inter-document-masking needs {needed}"):
         hooks(["nvfp4"], **{**masks, **given})
+
+
+def test_lengths_of_documents_divide_the_sequence():
+    masks = {"dataloader_inter_document_masking": True, "transformer_impl": "transformer_engine"}
+    hooks(None, **masks, seq_length=32, context_parallel_size=2, pad_documents_to_multiple_of=8)
+    for multiple in (0, -4, 12, 64):
+        with pytest.raises(UserError, match=f"of {multiple} must divide --seq-length 32"):
+            hooks(None, **masks, seq_length=32, pad_documents_to_multiple_of=multiple)
+    flag = "--pad-documents-to-multiple-of 4 needs --dataloader-inter-document-masking"
+    with pytest.raises(UserError, match=f"^{flag}$"):
+        hooks(None, pad_documents_to_multiple_of=4)
 
 
 @pytest.mark.parametrize("recipe", [None, ["nvfp4"]])

@@ -2,7 +2,7 @@
 
 import json
 import os
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -70,6 +70,21 @@ def test_attention_stays_within_documents(datasets, prefix):
     assert packed.max_seqlen_q == packed.max_seqlen_kv == longest
     positions = [i - max(x for x in starts if x <= i) for i in range(128)]
     assert batch["position_ids"].tolist() == [positions]
+
+
+def test_documents_are_padded(datasets, prefix):
+    """All documents have 25 tokens: those that begin within a sample begin at multiples of 8."""
+    line = f"--data-path {prefix} --split 1,0,0 --dataloader-inter-document-masking"
+    line += " --pad-documents-to-multiple-of 8 --seq-length 64 --max-position-embeddings 64"
+    train, _, _ = datasets(line, 12, 0, 0)
+    loaded = default_collate([train[0]])
+    batch = next_batch(loaded)
+    boundaries = loaded["cu_seqlens"][0].unique().tolist()
+    lengths = [-(b - a) // 8 * -8 for a, b in pairwise(boundaries)]
+    packed = forward_step._documents(batch, trains=False)["packed_seq_params"]
+    assert packed.cu_seqlens_q.tolist() == [0, *(min(64, end) for end in accumulate(lengths))]
+    padding = batch["tokens"][0] == 0
+    assert padding.sum() > 0 and batch["loss_mask"][0][padding].sum() == 0
 
 
 def test_a_batch_without_masks_has_no_documents(datasets, prefix):

@@ -1,6 +1,13 @@
-"""Attention within documents on a GPU: no token sees one of another document."""
+"""Attention within documents on GPUs: no token sees one of another document.
 
+The file is its own worker.
+"""
+
+import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +21,9 @@ from megatron_lowbit.megatron.recipe_hook import model_config_of
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_batch_on_this_cp_rank
 
-LENGTH, BOUNDARIES = 128, [0, 37, 100, 128]
+LENGTH, BOUNDARIES, PADDED = 128, [0, 37, 100, 128], [0, 36, 100, 128]
 LINE = f"""
     --num-layers 2 --hidden-size 256 --num-attention-heads 4 --swiglu --normalization RMSNorm
     --disable-bias-linear --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0
@@ -31,34 +39,88 @@ def test_losses_of_a_document_do_not_depend_on_others(recipe, monkeypatch):
     """Scales of fp8-tile's inputs and gradients in dgrad lie within a token."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with teardown():
-        args = parse_arguments(shlex.split(f"{LINE} --precision-recipe {recipe}"))
-        config = model_config_of(args)
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(5)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        models = [config.get_builder_cls()(config).build_model(groups).cuda()]
-        for hook in config.pre_wrap_hooks:
-            models = hook(models)
+        torch.distributed.init_process_group(
+            "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        model = model_on_ranks(recipe, 1)
         tokens = torch.randint(512, (1, LENGTH), device="cuda")
         other = tokens.clone()
         first, last = slice(0, BOUNDARIES[1]), slice(BOUNDARIES[2], LENGTH)
         other[:, first] = (tokens[:, first] + 1) % 512
-        masked = [losses(models[0], each, BOUNDARIES) for each in (tokens, other)]
+        masked = [losses(model, each, BOUNDARIES)[0] for each in (tokens, other)]
         assert torch.equal(masked[0][:, last], masked[1][:, last])
         assert not torch.equal(masked[0][:, first], masked[1][:, first])
-        whole = [losses(models[0], each, [0, LENGTH]) for each in (tokens, other)]
+        whole = [losses(model, each, [0, LENGTH])[0] for each in (tokens, other)]
         assert not torch.equal(whole[0][:, last], whole[1][:, last])
         torch.testing.assert_close(masked[0][:, first], whole[0][:, first], rtol=0, atol=0.02)
 
 
-def losses(model: torch.nn.Module, tokens: torch.Tensor, boundaries: list[int]) -> torch.Tensor:
-    """Return the loss of each token of a sequence that consists of documents."""
-    places = torch.tensor(boundaries, device="cuda", dtype=torch.int32)
-    lengths = places[1:] - places[:-1]
-    documents = _documents({"cu_seqlens": places[None], "max_seqlen": lengths.max()}, trains=False)
-    positions = torch.arange(LENGTH, device="cuda")[None]
-    labels = (tokens + 7) % 512
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-tile", "mxfp8"])
+def test_context_parallel_ranks_have_the_losses_of_one(recipe, tmp_path):
+    """Padded documents: other sums in attention, in BF16."""
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc-per-node", str(ranks), __file__, recipe, str(tmp_path)]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run(command, env=environment, check=True, timeout=300)
+    [alone] = tmp_path.glob("1-*.pt")
+    places, expected = torch.load(alone)
+    assert places.tolist() == [list(range(LENGTH))]
+    parts = [torch.load(file) for file in sorted(tmp_path.glob("2-*.pt"))]
+    found = torch.full_like(expected, torch.nan)
+    for places, values in parts:
+        found[0, places[0]] = values[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def worker(recipe: str, folder: Path) -> None:
+    """Save the places and losses of this rank's tokens."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with teardown():
+        model = model_on_ranks(recipe, ranks)
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(512, (1, LENGTH), generator=generator).cuda()
+        values, places = losses(model, tokens, PADDED)
+        torch.save((places.cpu(), values.cpu()), folder / f"{ranks}-{rank}.pt")
+
+
+def model_on_ranks(recipe: str, ranks: int) -> torch.nn.Module:
+    """Return a model whose sequences are split over context-parallel ranks."""
+    line = f"{LINE} --precision-recipe {recipe} --context-parallel-size {ranks}"
+    args = parse_arguments(shlex.split(f"{line} --pad-documents-to-multiple-of {2 * ranks}"))
+    config = model_config_of(args)
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    model_parallel_cuda_manual_seed(5)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    models = [config.get_builder_cls()(config).build_model(groups).cuda()]
+    for hook in config.pre_wrap_hooks:
+        models = hook(models)
+    return models[0]
+
+
+def losses(
+    model: torch.nn.Module, tokens: torch.Tensor, boundaries: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses of this rank's tokens of a sequence of documents, and their places."""
+    ends = torch.tensor(boundaries, device="cuda", dtype=torch.int32)
+    batch = {
+        "tokens": tokens, "labels": (tokens + 7) % 512, "cu_seqlens": ends[None],
+        "cu_seqlens_padded": None,
+        "position_ids": torch.arange(LENGTH, device="cuda")[None],
+        "max_seqlen": (ends[1:] - ends[:-1]).max(),
+    }  # fmt: skip
+    group = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    documents, labels = _documents(batch, trains=False), batch["labels"]
     with torch.no_grad():
-        return model(tokens, positions, None, labels=labels, **documents)
+        output = model(batch["tokens"], batch["position_ids"], None, labels=labels, **documents)
+    return output, batch["position_ids"]
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], Path(sys.argv[2]))
