@@ -157,7 +157,7 @@ class Composer:
         print(cell["key"], cell["outcome"], *figures, cell["message"], flush=True)
 
     def _run(self, run: Run, phases: list[list[str]]) -> tuple[Outcome, list[Steps]]:
-        """Return what became of phases, and the steps of each.
+        """Return the outcome of phases, and the steps of each.
 
         A model that one process does not train is not tried in other layouts.
         """

@@ -157,7 +157,7 @@ class Run(NamedTuple):
         return Run(features, self.layers, "bf16", self.on_gpu, seed=self.seed)
 
     def start_arguments(self, folder: Path) -> list[str]:
-        """Return what makes it write its weights into a folder."""
+        """Return the arguments by which it writes its weights into a folder."""
         save = ["--save", str(folder), "--save-interval", "1", "--no-save-optim"]
         return ["--train-iters", "1", "--lr", "1e-2", *save]
 

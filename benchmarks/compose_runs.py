@@ -174,7 +174,7 @@ class Crew:
 
 
 def kind_of(run: Run) -> tuple[int, bool]:
-    """Return what a run asks of its processes: their number, and Megatron-FSDP's environment."""
+    """Return a run's demands on its processes: their number, and Megatron-FSDP's environment."""
     return run.ranks, "FSDP" in run.features
 
 

@@ -128,7 +128,7 @@ def longest(trace: dict[str, Any]) -> dict[str, float]:
 
 
 def _kernels(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Return what ran on the GPU, and in how many steps."""
+    """Return the kernels and copies on the GPU, and the number of steps."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
     kernels = [event for event in events if event.get("cat") in _ON_GPU]
@@ -138,7 +138,7 @@ def _kernels(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how much of the time the spans cover together."""
+    """Return the time that the spans cover together."""
     covered, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         covered += max(0.0, stop - max(start, end))

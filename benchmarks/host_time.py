@@ -3,7 +3,7 @@
     python -m benchmarks host_time
 
 512 tokens, 512 -> 512 features: kernels end sooner than the CPU launches them, and no operand is
-padded. Contenders are those of ``linear.py``, in turns; the calls of a turn follow each other
+padded. Contenders are the same as in ``linear.py``, in turns; the calls of a turn follow each other
 without a synchronization, so that no time on the GPU is counted. Weights are quantized in each
 call, as with one microbatch per step.
 """

@@ -239,7 +239,7 @@ def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Ite
 
 
 def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -> dict:
-    """Return how many times as fast as ``base`` a contender is, by cell."""
+    """Return a contender's speed relative to ``base``, by cell."""
     keys = ("batch", "tokens") if part == "layer" else ("hidden", "tokens")
     cells: dict[tuple, dict[str, float]] = {}
     for row in rows:

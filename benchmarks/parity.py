@@ -8,7 +8,7 @@ iterations and the gradient norm of the first one are compared. A checkpoint, be
 other initial weights. ``compose.Composer`` makes the runs. `make parity` keeps the figures in
 benchmarks/results/parity.json; docs/generate/parallelism.py makes a table of them.
 
-On a GPU host `--against` compares the losses with those of such a file, cell by cell, if both began
+On a GPU host `--against` compares the losses with such a file, cell by cell, if both began
 at the same checkpoints: copy the folder of `--start`.
 """
 
@@ -124,11 +124,11 @@ class Run(NamedTuple):
         return self._replace(layout=self.made.start, recipe="", made=made, options=Recipe(""))
 
     def start_arguments(self, folder: Path) -> list[str]:
-        """Return what makes it write its weights and optimizer into a folder."""
+        """Return the arguments by which it writes its weights and optimizer into a folder."""
         return ["--train-iters", str(START_ITERATIONS), "--save", str(folder)]
 
     def length(self, folder: Path) -> list[str]:
-        """Return what makes it go on from a checkpoint.
+        """Return the arguments by which it continues from a checkpoint.
 
         Megatron-LM's schedule of the weight decay, which is constant here, is as long as the run.
         It keeps dense layers and experts in one optimizer or in two: one process saves a state that

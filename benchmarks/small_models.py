@@ -5,7 +5,7 @@
 From which width and number of tokens does a recipe pay? The four linear layers of a Llama-like
 layer (QKV with half as many groups as heads, gated feed-forward 3.5 times as wide) run forward and
 backward one after another. Weights are quantized in each call, as in a graph. Without graphs the
-time of a call is that of many in a row, the GPU's or the CPU's, whichever takes longer.
+time of a call is the mean of many in a row, the GPU's or the CPU's, whichever takes longer.
 """
 
 import statistics

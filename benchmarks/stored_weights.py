@@ -156,7 +156,7 @@ def summary(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def name_of(row: Mapping[str, Any]) -> str:
-    """Return what no row of other settings is called."""
+    """Return the name of a row's settings, which no others have."""
     return f"{row['model']} {row['micro_batch_size']} {row['row']}"
 
 

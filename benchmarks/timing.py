@@ -129,7 +129,7 @@ def phases(laps: list[list[float]]) -> dict[str, dict[str, float]]:
 def in_turns(
     steps: dict[str, Callable[[], float]], turns: int, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Return what each step returns in each turn; turns have different orders."""
+    """Return the results of each step in each turn; turns have different orders."""
     values: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(seed)
     for _ in range(turns):

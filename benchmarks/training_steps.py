@@ -108,7 +108,7 @@ def tokens_of(words: Sequence[str]) -> int:
 
 
 def training_command(script: str, words: Sequence[str], gpus: int) -> str:
-    """Return what ``train`` does as a line for a shell in the repository's root."""
+    """Return ``train`` as a command line for the repository's root."""
     launcher = ["torchrun", "--standalone", "--nproc-per-node", str(gpus)]
     variables = [f"{name}={value}" for name, value in _variables(words).items()]
     return shlex.join([*variables, *launcher, script, *words])
@@ -206,7 +206,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def ended_well(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has figures; rows of earlier versions have ``failed`` for an error."""
+    """Return True if a row has figures; rows of earlier versions have ``failed`` for an error."""
     return not {"error", "failed"} & row.keys()
 
 

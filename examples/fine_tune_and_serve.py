@@ -87,7 +87,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def run_commands(folder: Path, recipe: str) -> None:
-    """Run the commands in a folder; each is a script beside Python's."""
+    """Run the commands in a folder; each is a script next to Python's."""
     for line in COMMANDS.replace("RECIPE", recipe).strip().splitlines():
         print(f"\n$ {line}", flush=True)
         command, *arguments = shlex.split(line)
@@ -133,7 +133,7 @@ def llama_cpp_server(file: Path) -> Iterator[str]:
 
 
 def answer(address: str, path: str, question: dict) -> dict:
-    """Return what a server answers."""
+    """Return a server's answer."""
     with urlopen(Request(f"{address}/{path}", json.dumps(question).encode()), timeout=60) as reply:
         return json.load(reply)
 

@@ -3,7 +3,7 @@
     python examples/hugging_face_trainer.py --output_dir runs/trainer --max_steps 30 --use_cpu
 
 The model is a tiny Llama with random weights, the data are sequences that repeat a pattern: nothing
-is downloaded. The arguments are those of TrainingArguments.
+is downloaded. The arguments are the fields of TrainingArguments.
 """
 
 import torch

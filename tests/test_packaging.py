@@ -40,7 +40,7 @@ def test_one_version():
 
 
 def test_extras():
-    """The versions that an error names are those of the extras, all of which are pinned."""
+    """The versions that an error names equal the extras', all of which are pinned."""
     extras = PROJECT["optional-dependencies"]
     assert INSTALL_TRANSFORMER_ENGINE.endswith(f"'{extras['te'][0]}'")
     assert all("==" in requirement for requirement in extras["te"] + extras["mamba"])
@@ -49,7 +49,7 @@ def test_extras():
 
 
 def test_one_ruff():
-    """That of ``make test`` and that of a commit."""
+    """The versions of ``make test`` and of a commit's hooks."""
     pinned = re.search(r"^ruff==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
     assert f"[{pinned}]" in (ROOT / ".pre-commit-config.yaml").read_text()
 

@@ -62,7 +62,7 @@ def curve_of(run: dict) -> LossCurve:
 
 
 def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:
-    """Return a study's runs, with those of other studies that have the same command."""
+    """Return a study's runs, with runs of other studies that have the same command."""
     by_command: dict[tuple, list[LossCurve]] = {}
     for other, study in studies.items():
         commands = _commands(study)

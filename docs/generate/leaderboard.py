@@ -200,7 +200,7 @@ def _recipe(run: dict) -> Recipe:
 
 
 def _layers(blocks: int = 62) -> list[Layer]:
-    """Return the linear layers of a GPT: of so many blocks, those of the published NVFP4 run."""
+    """Return the linear layers of a GPT with as many blocks as the published NVFP4 run."""
     names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
              "mlp.linear_fc2")  # fmt: skip
     return [

@@ -5,7 +5,7 @@
     python docs/generate/results.py runs/flagship
 
 Steps are read from benchmarks/results/flagship-h100*.json and flagship-h200*.json. Finished runs of
-a folder go into benchmarks/results/flagship-runs.json and replace those of the same name and seed;
+a folder go into benchmarks/results/flagship-runs.json and replace runs of the same name and seed;
 without a folder the page is written from that file. The page names missing measurements; only the
 H100's steps that README's picture shows are required.
 """

@@ -105,7 +105,7 @@ def preprocess(
 ) -> list[DatasetSummary]:
     """Tokenize ``inputs`` into PREFIX.bin, PREFIX.idx and PREFIX.json (several keys: PREFIX_KEY).
 
-    Token ids are uint16 where the vocabulary fits, else int32; empty documents are left out. The
+    Token ids are uint16 where the vocabulary fits, else int32; empty documents are omitted. The
     files do not depend on ``workers``. They appear only when complete. Raises UserError for bad
     arguments or input, and if there is no document.
     """

@@ -20,7 +20,7 @@ class OfCounts:
         unit: rows of a unit; a matrix has whole units, the last of them filled up.
         before: True to take the units of all earlier matrices, not the matrix's own.
         base, step: as above.
-        empty: number in the place of those of matrices without rows, or None.
+        empty: number for matrices without rows, or None.
     """
 
     counts: Tensor
@@ -83,7 +83,7 @@ Numbers = np.ndarray | OfCounts
 
 
 def units_at_most(count: int, total: int, unit: int) -> int:
-    """Return how many units so many matrices fill at most, which have so many rows in all."""
+    """Return the largest number of units that so many matrices with so many rows in all fill."""
     return (total + min(count, total) * (unit - 1)) // unit
 
 

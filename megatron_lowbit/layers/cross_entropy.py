@@ -61,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _combine(statistics: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Make those of :func:`row_statistics` in each rank's share those of the whole vocabulary."""
+    """Reduce :func:`row_statistics` of each rank's share to the whole vocabulary."""
     highest = statistics[0].clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     statistics[1] *= (statistics[0] - highest).exp()

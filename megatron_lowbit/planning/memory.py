@@ -187,7 +187,7 @@ def quantized_weight_bytes(
     """Return bytes of a layer's quantized weight that are kept for a step, and for each microbatch.
 
     A cached weight is quantized once, for fprop and dgrad. They share the codes where both take
-    square blocks as ``is_exact`` BF16 numbers, where dgrad takes fprop's values, and where codes
+    square blocks as ``is_exact`` BF16 numbers, or dgrad uses fprop's values, and where codes
     are ``stored`` in place of the weight; GEMMs of codes need them a second time, transposed.
     """
     plan = linear.precision.plan()

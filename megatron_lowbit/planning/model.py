@@ -195,7 +195,7 @@ def local_tokens(args: Namespace) -> int:
 
 
 def loss_fusion(args: Namespace) -> str | None:
-    """Return what fuses the loss, by ``--cross-entropy-fusion-impl``; None if nothing does."""
+    """Return the value of ``--cross-entropy-fusion-impl``; None without a fused loss."""
     return args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else None
 
 

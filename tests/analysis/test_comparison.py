@@ -180,7 +180,7 @@ def test_gap_curves_end_at_the_gaps_of_the_table(write_run):
 
 
 def test_a_run_that_began_from_anothers_checkpoint(write_run):
-    """Its final loss is that of the same iterations as a whole run's."""
+    """Its final loss covers the same iterations as a whole run's."""
     full = write_run("whole", 1.5)
     lines = (full / "metrics.jsonl").read_text().splitlines(keepends=True)
     begun = full.with_name("begun.jsonl")

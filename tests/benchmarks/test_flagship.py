@@ -171,7 +171,7 @@ def test_models_fit_and_are_what_they_are_called(model, monkeypatch):
 
 
 def test_upstreams_arguments_are_the_same_as_with_files(monkeypatch):
-    """Arguments of Megatron-LM itself, expanded, parse to those of the preset."""
+    """Expanded arguments of Megatron-LM itself parse to the values of the preset."""
     monkeypatch.chdir(ROOT)
     case = flagship.cases()[0]
     flags = training_steps.TrainingArguments(flagship.words_of(case, 14)).flags

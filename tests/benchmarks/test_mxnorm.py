@@ -36,7 +36,7 @@ def test_gradients_are_autograd_s():
 
 
 def test_backward_is_set_against_its_bytes(monkeypatch):
-    """6 bytes a value and 4 a row, at 4 TB/s."""
+    """6 bytes per value and 4 per row, at 4 TB/s."""
     contenders = mxnorm.gradients(64)
     monkeypatch.setattr(mxnorm, "gradients", lambda hidden: {"torch": contenders["torch"]})
     (row,) = mxnorm.backward_rows(4096, 64, LIMITS)

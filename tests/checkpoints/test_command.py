@@ -54,7 +54,7 @@ def test_the_average(saved, tmp_path, capsys):
     ],
 )
 def test_training_loads_the_average(saved, tmp_path, how):
-    """With a rate of 0 its loss is that of what was trained, less than at the beginning."""
+    """With a rate of 0 its loss is the trained model's, less than at the beginning."""
     average(saved, [2, 4], tmp_path / "mean")
     last = 1 if "--finetune" in how else 5
     train(*MODEL, "--train-iters", last, "--lr", 0, "--load", tmp_path / "mean", *how,

@@ -1,4 +1,4 @@
-"""Two processes: the operation's gradients against those of its steps, one after another.
+"""Two processes: gradients of the operation against its steps, one after another.
 
 The file is its own worker.
 """

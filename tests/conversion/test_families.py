@@ -236,7 +236,7 @@ def test_verify_loads_the_biases_of_the_router(sources, tmp_path):
 
 
 def test_old_names_of_gpt2(sources, tmp_path):
-    """Without their first part, and beside them the masks of attention."""
+    """Without their first part, and with the masks of attention."""
     new, old = sources["gpt-2"], tmp_path / "old"
     old.mkdir()
     (old / "config.json").write_text((new / "config.json").read_text())

@@ -192,7 +192,7 @@ MODELS = {
 
 @pytest.mark.parametrize("case", others_slow(MODELS, ("NVFP4", "INT4")))
 def test_llama_cpp_computes_with_these_weights(case, tmp_path):
-    """Its logits are those of the weights and of inputs in Q8_0, but for FP32's order of sums.
+    """Its logits belong to the weights and to inputs in Q8_0, but for FP32's order of sums.
 
     That order may round an input to the next integer. Such a step is seen only in its own prompt,
     and is as small as the rounding to eight bits itself.

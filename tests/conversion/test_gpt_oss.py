@@ -64,7 +64,7 @@ def checkpoint(released, tmp_path_factory) -> Path:
 
 
 def dequantized(tensors: dict[str, torch.Tensor], experts: str, name: str) -> torch.Tensor:
-    """Return what transformers reads: (E, out, in)."""
+    """Return the weights that transformers reads: (E, out, in)."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = (tensors[f"{experts}.{name}_{part}"] for part in ("blocks", "scales"))

@@ -257,7 +257,7 @@ def spoiled(documents: list[Any]) -> st.SearchStrategy[bytes]:
 
 
 def works_or_is_refused(function, *arguments: Any) -> Any:
-    """Return what a function returns; None where it raises a UserError, and nothing else."""
+    """Return the result of a function; None where it raises a UserError, and nothing else."""
     try:
         return function(*arguments)
     except UserError as error:

@@ -20,7 +20,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory) -> dict:
-    """Bytes by direction, those of the largest file as "shard", and of the model as "model"."""
+    """Bytes by direction, of the largest file as "shard", and of the model as "model"."""
     folder = tmp_path_factory.mktemp("memory")
     write_llama(folder / "tiny")
     largest = write_llama(folder / "source", SIZES, SHARD_BYTES, torch.bfloat16)

@@ -234,8 +234,8 @@ def test_transformers_has_training_s_logits(recipe, run_of, tmp_path):
     """Logits agree but for BF16, 2**-8, in two blocks, and for inputs that it rounds otherwise.
 
     Inputs in BF16 take other codes here and there, a step of FP4 being up to a third of a number.
-    Rounding that transformers left out, or made by other scales, would show: its logits are nearer
-    to training's than those of the model without quantization. On a CPU it quantizes no input of
+    Rounding that transformers omits, or does by other scales, would show: its logits are nearer
+    to training's than the unquantized model's. On a CPU it quantizes no input of
     FP8 blocks, and has these weights in FP32.
     """
     run, is_blocks = run_of(recipe), "fp8-blocks" in recipe
@@ -327,7 +327,7 @@ matchers: {}
 
 
 def trained_with(recipe: str, *changes: str) -> SimpleNamespace:
-    """Return what an export reads of a checkpoint that holds no text of its recipe."""
+    """Return the recipe that an export reads of a checkpoint without the text of one."""
     return SimpleNamespace(path=Path("runs"), recipes=[recipe], recipe_set=[*changes],
                            recipe_record=None)  # fmt: skip
 

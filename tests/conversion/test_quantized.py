@@ -40,7 +40,7 @@ matchers: {experts: {type: glob, pattern: "*.experts.*", config: low, enabled: t
 
 
 def checkpoint(folder: Path, name: str, **changes) -> Path:
-    """Return the files of a model of transformers', beside the model."""
+    """Return the files of a transformers model, and the model."""
     torch.manual_seed(0)
     changes = SIZES | changes if name in ("llama", "mixtral") else changes
     make_model(name, **changes).save_pretrained(folder / "source")
@@ -254,7 +254,7 @@ def test_modelopt(llama, tmp_path):
 
 
 def test_modelopt_with_calibrated_activations(llama, tmp_path):
-    """As older exports say it, beside config.json; scales of activations are left out."""
+    """As in older exports, in a file of its own; scales of activations are not read."""
     source = tmp_path / "out"
     exported, config, _ = export(llama, source, "modelopt", "nvfp4")
     to_megatron(source, tmp_path / "plain")
@@ -302,7 +302,7 @@ def test_gpt_oss(mixtral, tmp_path):
     ],
 )  # fmt: skip
 def test_there_and_back(request, tmp_path, layout, recipe, model):
-    """The imported model is BF16; quantized anew with power-of-two scales it stays the same."""
+    """The imported model is BF16; quantizing it again with power-of-two scales keeps it."""
     recipe = experts_only(tmp_path) if recipe == "experts" else recipe
     source = request.getfixturevalue(model)
     _, config, report = export(source, tmp_path / "out", layout, recipe, shard_bytes=200_000)

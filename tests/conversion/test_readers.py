@@ -1,8 +1,8 @@
 """Exports of every family in every layout load in transformers as the command says.
 
 The test makes a tiny model whose rows differ in size, so that scales of the wrong tile, expert or
-tensor show, exports it and loads it by the command's own line. Weights must be those of the model
-before the export, up to the format's error, if and only if ``outcome`` says so.
+tensor show, exports it and loads it by the command's own line. Weights must equal the model before
+the export, up to the format's error, if and only if ``outcome`` says so.
 """
 
 import re

@@ -30,7 +30,7 @@ _LOOP = shlex.split("""
 
 
 def train(*arguments: object) -> None:
-    """Run the arguments, beside those that all these runs have."""
+    """Run the arguments, after the arguments that all these runs have."""
     main([*_LOOP, *map(str, arguments)])
 
 

@@ -341,7 +341,7 @@ def processes_of_group(leader: int) -> list[int]:
     ],
 )
 def test_an_ended_command_leaves_no_worker_and_no_file(long_command, number, workers):
-    """The signal reaches only the command, as that of a container or a batch system."""
+    """The signal reaches only the command, as in a container or a batch system."""
     process, output = long_command(workers)
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=60)  # at the end of the workers, which have the pipe

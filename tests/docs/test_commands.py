@@ -157,7 +157,7 @@ def check(name: str, arguments: list[str]) -> None:
 
 
 def actions(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, argparse.Action]:
-    """Return a parser's options by their names, with those of the subcommand that is given."""
+    """Return a parser's options by their names, with the options of the given subcommand."""
     found = dict(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

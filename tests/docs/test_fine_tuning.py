@@ -56,7 +56,7 @@ def served(tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.mark.slow
 def test_engines_serve_what_was_trained(served):
-    """Logits are near the trainer's, and far from those of weights that are not quantized."""
+    """Logits are near the trainer's, and far from the logits of unquantized weights."""
     _, output = served
     assert "recipe qat-nvfp4" in output and "validation loss" in output
     seen = {name: float(value) for name, value in FIGURE.findall(output)}
@@ -66,7 +66,7 @@ def test_engines_serve_what_was_trained(served):
 
 @pytest.mark.slow
 def test_training_changed_the_model(served):
-    """Codes of the served weights are not those of the model that it began with."""
+    """Codes of the served weights differ from the model that training began with."""
     from safetensors.torch import load_file
 
     folder, _ = served

@@ -26,7 +26,7 @@ def navigated(entry: object) -> Iterator[str]:
 
 
 def test_navigation():
-    """It has each page once, except those of docs/research, to which the index links."""
+    """It has each page once, except docs/research, to which the index links."""
     found = list(navigated(SITE["nav"]))
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     research = {page for page in pages if page.startswith("research/")}

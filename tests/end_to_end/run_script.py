@@ -1,6 +1,6 @@
 """Runs in a test's process: ``run_script.py ARGUMENTS...``, or ``run_script.py JOB RANK``.
 
-A rank makes the runs of a JOB, a JSON file, one after another; those of ``stored.json`` have BF16
+A rank makes the runs of a JOB, a JSON file, one after another; runs of ``stored.json`` have BF16
 weights, and record what they receive and keep. Megatron-LM's checkpoint writers start processes
 that import this file, which therefore imports nothing else.
 """

@@ -37,7 +37,7 @@ def test_megatron_lm_ends_the_run(pretrain_forked, tmp_path):
 
 @pytest.mark.slow
 def test_it_goes_back_and_skips_the_data(pretrain_command, pretrain_here, tmp_path):
-    """The result equals that of a run with --iterations-to-skip from its start.
+    """The result equals a run's with --iterations-to-skip from its start.
 
     The process is replaced by one with its own command.
     """

@@ -123,7 +123,7 @@ def test_a_run_prints_measures_and_saves_it(tied, pretrain_here, tmp_path):
 
 
 def test_weights_as_codes_leave_its_weight_in_bf16(pretrain_here, tmp_path):
-    """The losses are those of BF16 parameters."""
+    """The losses equal BF16 parameters'."""
     run = (*RECIPE, "--recipe-set", "bf16_blocks=none", "--bf16", "--use-distributed-optimizer",
            *ONE_MICROBATCH, "--train-iters", 2)  # fmt: skip
     for name, flag in (("plain", ()), ("codes", ("--quantized-param-gather",))):

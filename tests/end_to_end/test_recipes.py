@@ -85,7 +85,7 @@ QUICK = ("fp8-tile", "nvfp4", "averis")
 
 @pytest.mark.parametrize("name", others_slow(ROWS, QUICK))
 def test_trains_to_a_lower_loss(trained, name):
-    """The loss begins near that of a uniform distribution."""
+    """The loss begins near the entropy of a uniform distribution."""
     _, quantized, shown = ROWS[name]
     output, curve = trained(name)
     assert f"{quantized} of 16 linear layers quantized" in output

@@ -119,7 +119,7 @@ def test_without_the_checkpoints_states_nothing_is_repeated(train, pretrain_here
 
 @pytest.mark.parametrize("way", ["full recomputation", "selective recomputation"])
 def test_recomputation_replays_rounding_and_dropout(train, way):
-    """Losses and gradients equal those of a run without recomputation."""
+    """Losses and gradients equal a run without recomputation."""
     assert steps(train(way)) == steps(train("nvfp4 with dropout"))
 
 

@@ -115,7 +115,7 @@ def gradient_norm(model: torch.nn.Module, loss: torch.Tensor) -> float:
 
 
 def test_loss_and_gradient_are_those_of_the_answers(train, folder, tmp_path):
-    """The gradient is that of two microbatches' means, or of the mean over all tokens."""
+    """The gradient belongs to two micro batches' means, or to the mean over all tokens."""
     model = LlamaForCausalLM.from_pretrained(folder / "MODEL")
     each = [answer_losses(folder, model, messages) for messages in CHATS[:4]]
     of_microbatches = (torch.cat(each[:2]).mean() + torch.cat(each[2:]).mean()) / 2

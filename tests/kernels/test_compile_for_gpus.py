@@ -65,9 +65,9 @@ def test_kernels_compile(names):
 
 
 def resource_of(cubin: bytes, name: str) -> int:
-    """Return what a kernel uses of a resource, by the tool that Triton comes with.
+    """Return a kernel's use of a resource, by the tool that Triton comes with.
 
-    ``STACK`` is in bytes, ``REG`` are registers; both are those of a thread.
+    ``STACK`` is in bytes, ``REG`` are registers; both per thread.
     """
     import triton
 

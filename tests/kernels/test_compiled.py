@@ -135,7 +135,7 @@ def draw_of(quantizer, key=0xFEDC_BA98_7654_3210):
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads():
-    """Build what most machines run: for one thread, torch.compile leaves out parallel loops."""
+    """Build what most machines run: for one thread, torch.compile builds no parallel loops."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -151,7 +151,7 @@ def forget():
 
 @pytest.fixture
 def traced_only(monkeypatch):
-    """The engine without its C++: what is traced and guarded is the same, and traced anew."""
+    """The engine without its C++: what is traced and guarded is the same, and traced again."""
     forget()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

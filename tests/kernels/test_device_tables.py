@@ -119,7 +119,7 @@ def test_numbers_that_counts_do_not_give():
 
 
 def test_launches_of_other_tuples_are_compiled_anew():
-    """Triton takes numbers of a tuple for multiples of 16 and for 1, as those of arguments."""
+    """Triton specializes numbers of a tuple for multiples of 16 and for 1, as arguments."""
     kinds = [(2, 3), (16, 3), (1, 3), (2, 2**40), (2, 2**40 + 1)]
     assert len({_type_key(kind) for kind in kinds}) == len(kinds)
     assert _type_key((32, 5)) == _type_key((16, 3))

@@ -41,7 +41,7 @@ def numbers(operand) -> torch.Tensor:
 
 
 def test_which_formats_are_exact():
-    """Power-of-two scales, those of NVFP4 and its kin, and a scale for the tensor; no others."""
+    """Power-of-two scales, NVFP4's, and a scale for the tensor; no others."""
     names = {name for name in EXACT if not name.startswith(("mx", "fp8-tensor"))} - POW2.keys()
     scales = {"nvfp4", "nvfp4-2d", "nvfp4-ue5m3", "nvfp4-ue5m3-2d", "quartet2", "ms-eden"}
     assert names == scales | {"nvfp4 4/6", "nvfp4-2d 4/6", "ue5m3 one level"}

@@ -233,7 +233,7 @@ def test_tensors_at_the_ends_of_fp32(name, amax):
 
 
 def test_rows_and_columns_of_every_magnitude():
-    """Scales down to 0 and reciprocals beyond FP32, on both sides, beside rows of zeros."""
+    """Scales down to 0 and reciprocals beyond FP32, on both sides, next to rows of zeros."""
     exponents = torch.arange(-149, 128).repeat_interleave(11)[: 40 * 70].view(40, 70)
     x = torch.ldexp(torch.ones(40, 70), exponents)
     x[3], x[:, 5] = 0, 0

@@ -58,7 +58,7 @@ def requests_of(case: str, keys: range, **changes) -> Requests:
 
 
 def check_same(made, expected, beside: bool = False) -> None:
-    """Compare tensors and the rest, but for the steps of codes that lie ``beside`` others."""
+    """Compare tensors and the rest, except strides of codes in the columns of a wider matrix."""
     assert type(made) is type(expected)
     if isinstance(expected, Transposed):
         return check_same(made.of, expected.of)

@@ -36,7 +36,7 @@ def test_quotients_are_those_of_ieee(top):
 @pytest.mark.parametrize("shape", [(1, 8), (40, 200), (1100, 130), (0, 16)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_means_of_rows(dtype, shape, transposed):
-    """Sums in FP64 in another order: those of so few numbers are exact."""
+    """Sums in FP64 in another order, which are exact for so few numbers."""
     x = torch.randn(
         shape[::-1] if transposed else shape, generator=torch.Generator().manual_seed(3)
     )

@@ -98,7 +98,7 @@ class Cluster:
         self._stop()
 
     def run(self, *command: str, **environment: str) -> str:
-        """Return what one of Slurm's commands prints; "" where it fails."""
+        """Return the output of one of Slurm's commands; "" where it fails."""
         result = subprocess.run(
             self.nodes[0].connected([*command]), env=self._environment | environment,
             capture_output=True, text=True,

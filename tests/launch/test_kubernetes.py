@@ -1,6 +1,6 @@
 """examples/launch/kubernetes.yaml: what the API knows, and what fits together.
 
-The schema is that of Kubeflow Trainer's Python models, which hold JobSet's API and Kubernetes'.
+The schema comes from Kubeflow Trainer's Python models, which hold JobSet's API and Kubernetes'.
 """
 
 import subprocess
@@ -41,7 +41,7 @@ def parsed():
     [(JOB_SET, "JobsetV1alpha2JobSet"), (CLAIM, "IoK8sApiCoreV1PersistentVolumeClaim")],
 )
 def test_the_api_knows_every_field(document, model):
-    """The models check types and what is required; they leave out what they do not know."""
+    """The models check types and required fields; they ignore unknown ones."""
     from kubeflow_trainer_api import models  # takes 2 s in each process that collects tests
 
     assert getattr(models, model).from_dict(document).to_dict() == document

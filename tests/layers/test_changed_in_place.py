@@ -78,7 +78,7 @@ def test_changed_weight(precision, cached):
 @each_precision
 @pytest.mark.parametrize("saves_input", [False, True])
 def test_changed_input(precision, saves_input):
-    """Gradients are those of the input that forward multiplied, or torch raises."""
+    """Gradients belong to the input that forward multiplied, or torch raises."""
     weight, dy = leaf(48, 64, seed=1), torch.randn(32, 48)
     gradients = []
     for changes in (False, True):

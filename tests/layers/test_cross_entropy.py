@@ -85,7 +85,7 @@ def test_losses_and_gradients_are_those_of_float64(shape, columns, dtype):
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("size", [0.0, 1e4, -1e4])
 def test_equal_logits_and_logits_of_any_size(size, dtype):
-    """Equal ones, then those of both signs, whose label is the largest or the smallest."""
+    """Equal logits, then logits of both signs with the largest or the smallest as the label."""
     logits, labels, weights = case(columns=1003, dtype=dtype)
     with torch.no_grad():
         logits.copy_(torch.where(logits > 0, size, -size))

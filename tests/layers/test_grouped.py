@@ -101,7 +101,7 @@ def test_the_bits_of_a_layer_for_each(recipe):
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("tokens", [[24, 0, 7, 33], [0, 64, 0, 0]], ids=str)
 def test_experts_in_bf16_are_multiplied_together(tokens, added, monkeypatch):
-    """Three launches, whose sums are those of float64 but for FP32's and BF16's rounding."""
+    """Three launches, whose sums equal float64 up to FP32's and BF16's rounding."""
     launches, multiply = [], fused.multiply_groups
     monkeypatch.setattr(
         fused, "multiply_groups", lambda *pair: launches.append(pair) or multiply(*pair)
@@ -191,7 +191,7 @@ OTHERS_ON_DEVICE = [
     "recipe", others_slow([*ON_DEVICE, *OTHERS_ON_DEVICE], ["bf16", "fp8-tile", "nvfp4"])
 )
 def test_numbers_of_tokens_that_stay_on_the_device(recipe, counts):
-    """The bits are those of numbers that the host knows, and it never reads them."""
+    """The bits equal counts that the host knows, and it never reads them."""
     tokens = Counts([*counts], DEVICE)
     made, known = (passes(recipe, counts, one) for one in (tokens, counts))
     assert not tokens.reads

@@ -237,7 +237,7 @@ def test_a_weight_may_be_quantized_in_backward(precision):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_bytes(dtype):
-    """Packed input, 4.5 bits an element; the square weight too: nothing in high precision."""
+    """Input and square weight are packed, 4.5 bits per element: nothing is in high precision."""
     x, weight, _, _ = leaves((512,), 64, 256, dtype)
     saved = {}
 

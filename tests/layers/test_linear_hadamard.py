@@ -32,7 +32,7 @@ def leaves(m=64, n=96, k=128):
 
 @dataclasses.dataclass(frozen=True)
 class Exact(BlockFormat):
-    """A format without error: what a layer does beside quantizing then shows alone."""
+    """A format without error, which shows only the other parts of a layer."""
 
     block = 1
     scale_bits = 0
@@ -69,7 +69,7 @@ def everywhere(transform, format=EXACT) -> LinearPrecision:
 @pytest.mark.parametrize("signs", ["fixed", "fresh", "none", 5])
 @pytest.mark.parametrize("size", [2, 16, 32, 64, 128, 256])
 def test_transforms_leave_the_exact_product(size, signs):
-    """Without quantization the three products are those of the operands, to FP32's error.
+    """Without quantization the three products equal the operands' up to FP32's error.
 
     Entries are of size 1, sums of at most 128 terms, and 8 levels of FP32 butterflies.
     """
@@ -108,7 +108,7 @@ def test_other_signs_on_one_side_give_another_product():
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4"])
 def test_quantized_products_under_fresh_signs(name):
-    """The product's relative error is at most that of two independent operands.
+    """The product's relative error is at most as large as with two independent operands.
 
     M mantissa bits round to within 2**-(M+1) of a value, and ``floor`` clips E2M1's by no more.
     """
@@ -206,7 +206,7 @@ def multiplied(precision, **options):
 
 
 def test_2d_weights_under_a_transform():
-    """Transformed for each GEMM anew, then quantized: a transform is along one axis only."""
+    """Transformed for each GEMM, then quantized: a transform is along one axis only."""
     _, weight, _ = leaves(64, 48, 80)
     precision = load_recipe(
         "nvfp4", ["fprop.hadamard={size: 16}", "dgrad.hadamard={size: 32, signs: fresh}"]

@@ -44,7 +44,7 @@ def apart(x, fc1, fc2, first, second):
 
 
 def results(mlp, contexts, frozen=(), tokens=64):
-    """Return the product and all gradients, those of weights also from their main gradients."""
+    """Return the product and all gradients, including weights' from their main gradients."""
     x = random(2, tokens // 2, WIDTH)
     fc1, fc2 = random(2 * HIDDEN, WIDTH, seed=1) / 8, random(WIDTH, HIDDEN, seed=2) / 8
     tensors = {"x": x, "fc1": fc1, "fc2": fc2}

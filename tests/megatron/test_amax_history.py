@@ -1,4 +1,4 @@
-"""Histories of amaxes on two ranks: every rank has those of the whole tensor."""
+"""Histories of amaxes on two ranks: every rank has the histories of the whole tensor."""
 
 import os
 import sys

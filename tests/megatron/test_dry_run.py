@@ -1,4 +1,4 @@
-"""``--dry-run``: parameters compared with those of actual models, and the output."""
+"""``--dry-run``: parameters compared with actual models, and the output."""
 
 import re
 import shlex

@@ -104,7 +104,7 @@ def as_release(args: Namespace, saved: Path) -> Path:
 
 
 def as_temporary(args: Namespace, saved: Path) -> Path:
-    """Put the checkpoint into LOAD/non_persistent, beside an older good one."""
+    """Put the checkpoint into LOAD/non_persistent, with an older good one in LOAD."""
     args.load, args.non_persistent_ckpt_type = str(saved), "global"
     folder = saved / "non_persistent"
     folder.mkdir()

@@ -102,7 +102,7 @@ def test_liger_kernels_losses_and_gradients_are_those_of_float64(batch, length, 
 def losses_and_gradients(model, label):
     """Return the loss of each token and the gradient of each parameter of a model.
 
-    ``label``: that of the first token.
+    ``label``: the first token's.
     """
     tokens = (torch.arange(BATCH * (LENGTH + 1)) * 37 % VOCABULARY).view(BATCH, LENGTH + 1)
     labels = tokens[:, 1:].clone()

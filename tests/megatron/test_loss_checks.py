@@ -1,4 +1,4 @@
-"""Checks of losses: when each is looked at, by whom, and that none is left out."""
+"""Checks of losses: when each is checked, by what, and that none is skipped."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Return what the state machine has validated, by name of the check and value."""
+    """Return the values that the state machine has validated, by name of the check and value."""
     calls: list[tuple[str, float]] = []
 
     def validate_result(result, rejects, message, **options):

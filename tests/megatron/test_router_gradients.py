@@ -1,4 +1,4 @@
-"""Gradients of a router's weight in BF16 and under recipes, against those of float64.
+"""Gradients of a router's weight in BF16 and under recipes, against float64.
 
 A recipe never quantizes the router. Its gradient is made of the experts' outputs, so that it has
 the errors of two GEMMs: fprop of fc1, and dgrad of fc2. ``pytest -rP`` shows the figures.

@@ -76,7 +76,7 @@ def test_square_blocks_of_fouroversix(lab, lab_name):
 
 
 def test_after_a_transform(lab, lab_name):
-    """The rotated transpose has fouroversix's bits, and amax and errors are those of its values."""
+    """The rotated transpose has fouroversix's bits, and its values determine amax and errors."""
     key = f"{lab_name}/fouroversix_mse_t_rht16"
     rotated = hadamard_transform(lab.x(lab_name).t(), Hadamard(16))
     assert torch.equal(rotated, lab.x(lab_name, "fouroversix_mse_t_rht16/rot"))

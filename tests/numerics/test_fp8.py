@@ -123,7 +123,7 @@ def test_against_scalars(format, block, scale_format):
 
 @pytest.mark.parametrize("format", ALL)
 def test_scalar_scales_at_every_exponent(format):
-    """amax at and beside each power of two and each quotient that is one, over all of FP32."""
+    """amax at and next to each power of two and each quotient that is one, over all of FP32."""
     element = FORMATS[format].element
     amax = []
     for exponent in range(-149, 128):
@@ -170,7 +170,7 @@ def test_tiles_against_torchao(tile, element, seed, bf16):
     """torchao divides in float64 and rounds to FP32, which is FP32's own quotient.
 
     It takes an amax below 1e-12 for 1e-12, where ours is what Transformer Engine does without an
-    epsilon: such tiles are left out.
+    epsilon: such tiles are skipped.
     """
     f = FORMATS[f"{tile}-{element}"]
     x = random_tiles(seed, 256, 256, lowest=-24)
@@ -193,7 +193,7 @@ def test_tiles_against_torchao(tile, element, seed, bf16):
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-30, 126))
 def test_tensors_against_torchao(element, scale_format, seed, exponent):
-    """torchao's tensorwise scaling; its pow2 takes a rounded log2: not beside a power of two."""
+    """torchao's tensorwise scaling; its pow2 rounds log2, wrongly next to a power of two."""
     f = format_by_name(f"fp8-tensor-{element}", scale_format=scale_format)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
     x = x / x.abs().max() * 2.0**exponent

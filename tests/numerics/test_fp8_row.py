@@ -1,4 +1,4 @@
-"""FP8 with a scale a row: a scalar derivation, torchao's scales, and what sets the order apart."""
+"""FP8 with a scale per row: a scalar derivation, torchao's scales, and the order's effect."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_against_scalars(format):
 def test_scales_are_torchaos(format, dtype):
     """torchao's inference quantizer divides amax by max, too, but x by the scale.
 
-    The source multiplies x by the scale's inverse: a few codes beside a midpoint differ.
+    The source multiplies x by the scale's inverse: a few codes next to a midpoint differ.
     """
     x = rows_of_every_magnitude(7, 1024)[40:-24].to(dtype)
     x = x[x.abs().amax(1) > 0]

@@ -31,7 +31,7 @@ def test_numbers_of_many_magnitudes():
 
 
 def test_numbers_that_round_twice_in_fp64():
-    """A sum just beside the middle of two FP32 numbers, nearer than FP64 can tell."""
+    """A sum so near the middle of two FP32 numbers that FP64 equals the middle."""
     one = torch.tensor([1.0, -1.0])
     half_ulp, less = one * (1 + 2.0**-23), one * 2.0**-80
     # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24: a middle. c moves it by less than FP64's last bit.

@@ -30,7 +30,7 @@ def test_golden(lab, name):
 
 
 def test_a_common_offset_costs_nothing():
-    """Numbers that differ by what NVFP4 cannot see beside their mean keep their precision."""
+    """Differences too small for NVFP4 next to their mean keep their precision."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
     far = x + 100 * torch.arange(1.0, 129.0)
     plain, split = (

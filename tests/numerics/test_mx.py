@@ -168,7 +168,7 @@ def test_against_scalars(format, rounding, three_quarters, block):
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("format", TORCHAO)
 def test_scalar_rules_at_every_exponent(format, rounding):
-    """amax beside each power of two, each maximum and each midpoint, for all exponents of FP32."""
+    """amax next to each power of two, each maximum and each midpoint, for all exponents of FP32."""
     element = FORMATS[format].element
     values = []
     for exponent in range(-149, 128):

@@ -100,7 +100,7 @@ def test_decoded_values(format):
 
 
 def test_underflowed_block_stores_scale_zero():
-    """No lower clamp: the block's codes are those of x * FLT_MAX, its values zero."""
+    """No lower clamp: the block has the codes of x * FLT_MAX, and its values are zero."""
     x = torch.zeros(1, 32)
     x[0, 16:] = 1.0
     x[0, :4] = torch.tensor([1e-6, -1e-6, 1e-30, 0.0])

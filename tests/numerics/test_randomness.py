@@ -51,7 +51,7 @@ def test_random123_known_answers(counter, key, expected):
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_uniform_layout(bits):
-    """Blocks at counters (0, row, 0, 0), (1, row, 0, 0), ... in one string: bits an element."""
+    """Blocks at counters (0, row, 0, 0), (1, row, 0, 0), ... in one string: bits per element."""
     key = 0x89ABCDEF_FEDCBA98
     rows, groups = torch.tensor([0, 1, 7, 2**31 + 5, MASK]), torch.tensor([0, 1, 2, 5, 2**28])
     drawn = uniform(Draw(key).key_words(torch.device("cpu")), rows, groups, bits)

@@ -15,7 +15,7 @@ ALL = torch.arange(256).to(torch.uint8)
 
 
 def value(byte: int) -> float:
-    """Return what a byte stands for: 5 bits of exponent with bias 15, 3 of mantissa, no sign."""
+    """Return the value of a byte: 5 bits of exponent with bias 15, 3 of mantissa, no sign."""
     exponent, mantissa = divmod(byte, 8)
     return (1 + mantissa / 8) * 2.0 ** (exponent - 15) if exponent else mantissa / 8 * 2.0**-14
 

@@ -162,7 +162,7 @@ class Saved(dict):
 def saved_bytes(
     args: Namespace, vocabulary: int, monkeypatch, fused_attention: bool = True
 ) -> Saved:
-    """Return what forward saves for backward, each storage once, without parameters, by address.
+    """Return the tensors that forward saves, each storage once, without parameters, by address.
 
     The model computes in BF16 and, where a GPU has a fused kernel, keeps what that keeps.
     """

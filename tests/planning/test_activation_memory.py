@@ -73,7 +73,7 @@ def planned(args, parts) -> float:
 def one_more(
     text: str, fewer: str, more: str, monkeypatch, attention: str = "transformer_engine"
 ) -> tuple[float, float]:
-    """Return the bytes that a model keeps beyond those of a smaller one: planned and measured."""
+    """Return the bytes that a model keeps in addition to a smaller one: planned and measured."""
     pairs = []
     for size in (fewer, more):
         args = parse(f"{text} {size}")

@@ -1,4 +1,4 @@
-"""The plan of a dry run is that of ``lowbit-plan --as-given``, on whatever machine it is made."""
+"""A dry run plans as ``lowbit-plan --as-given`` does, on any machine."""
 
 import shlex
 from itertools import takewhile

@@ -246,7 +246,7 @@ def test_gemms_go_where_the_engine_sends_them():
 
 
 def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
-    """BF16 dW written, read and added: 12 bytes a weight, which fused GEMMs do not move."""
+    """BF16 dW written, read and added: 12 bytes per weight, which fused GEMMs do not move."""
     model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe"
     separate = "--no-gradient-accumulation-fusion"
     weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without the embedding and norms
@@ -264,7 +264,7 @@ def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
 
 
 def test_a_loss_keeps_its_exponentials_unless_it_is_computed_in_place():
-    """4096 tokens of 128256 logits: FP32 beside BF16, or BF16 alone."""
+    """4096 tokens of 128256 logits: in FP32 and BF16, or only in BF16."""
     model = f"{LLAMA_8B} --num-layers 1 --micro-batch-size 1 --cross-entropy-loss-fusion"
     sizes = {
         name: planned(f"{model} --cross-entropy-fusion-impl {name}").memory[-1].parts["logits"]
@@ -275,7 +275,7 @@ def test_a_loss_keeps_its_exponentials_unless_it_is_computed_in_place():
 
 
 def test_folded_operands_are_read_twice():
-    """2 bytes an element for the amax: of inputs, gradients, and weights once a step.
+    """2 bytes per element for the amax: of inputs, gradients, and weights once a step.
 
     The amaxes of SwiGLU's output and of its input's gradient come with them, unless it is apart.
     """

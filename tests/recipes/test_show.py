@@ -363,7 +363,7 @@ def test_a_terminal_has_a_row_a_group():
 @pytest.mark.parametrize("pattern", [None, "M-M*-M-M*-"])
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_80_columns_suffice(name, pattern):
-    """Each format and each number of bits is whole, each beside its own operand."""
+    """Each format and each number of bits is whole, in the line of its operand."""
     recipe, layers = load_recipe(name), model_layers(pattern, 12)
     lines = printed(precision_table(recipe, layers), 80)
     assert max(map(len, lines)) <= 80

@@ -119,7 +119,7 @@ TINY = """
 
 @pytest.mark.slow
 def test_recipes_compared_from_any_folder(tmp_path, monkeypatch, capsys):
-    """One command trains with a shipped recipe and a file, beside no checkout."""
+    """One command trains with a shipped recipe and a file, without a checkout."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("mine.yaml").write_text((ROOT / "recipes" / "fp8-tile.yaml").read_text())

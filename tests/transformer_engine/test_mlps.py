@@ -131,7 +131,7 @@ def test_gate_and_up_are_those_of_megatron_lms_mlp(layers):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_ranks_of_an_mlp_sum_its_product(layers, monkeypatch, sequence_parallel):
-    """Their tokens are those of its input where it is split, and of its product again."""
+    """Tokens of its input where it is split, and of its product again."""
     asked = []
 
     def scatter(y, factor):
@@ -155,7 +155,7 @@ def test_the_ranks_of_an_mlp_sum_its_product(layers, monkeypatch, sequence_paral
 
 
 def upstream_calls(layers, mlp: MLP, *arguments, **options) -> int:
-    """Return how often Megatron-LM's forward pass ran in one call; once, or not at all."""
+    """Return the number of runs of Megatron-LM's forward pass in one call, 1 or 0."""
     calls, forward = [], mlp.forward.upstream
     mlp.forward.upstream = lambda *given, **named: calls.append(named) or forward(*given, **named)
     before = len(layers.fused)
@@ -377,7 +377,7 @@ def test_norms_take_the_gradients_of_residuals(layers, recipe):
 
 
 def test_a_product_behind_its_norm_takes_the_amax_that_it_gave(layers, monkeypatch):
-    """And none for other rows, such as those of a recomputed layer."""
+    """No amaxes for other rows, such as a recomputed layer's."""
     block = block_of(layers)
     linear, seen = block.self_attention.linear_qkv, []
 

@@ -106,7 +106,7 @@ def stored_weights(
 def decode_blocks(
     format: str, codes: Tensor, scales: Tensor, tensor_scale: Tensor = _NO_SCALE
 ) -> Tensor:
-    """Decode 4-bit codes (R, K/2) or 8-bit ones (R, K), a scale a block and row, to FP32 (R, K)."""
+    """Decode codes, 4-bit (R, K/2) or 8-bit (R, K), with a scale per block and row, to FP32."""
     known = FORMATS[format]
     columns = codes.shape[1] * (2 if known.element.bits == 4 else 1)
     scale = tensor_scale.float().view(())

@@ -49,7 +49,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _forward(module: VocabParallelEmbedding, engine: Engine, ids: Tensor) -> Tensor:
-    """Return what ``module``'s own ``forward`` does for ids (b, s) of tokens."""
+    """Return ``module``'s own output for ids (b, s) of tokens."""
     group, masked = module.tp_group, None
     if group.size() > 1:
         masked = (ids < module.vocab_start_index) | (ids >= module.vocab_end_index)

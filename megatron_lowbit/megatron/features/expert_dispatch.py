@@ -149,7 +149,7 @@ class _CodesDispatch:
 
 
 class _Route(NamedTuple):
-    """Way of a micro batch's tokens through a dispatcher, which keeps that of the last one only.
+    """Way of a micro batch's tokens through a dispatcher, which keeps only the last one's.
 
     ``sizes`` are numbers of tokens from each rank and to each rank; ``counts`` those from each rank
     for each local expert, None for one expert.

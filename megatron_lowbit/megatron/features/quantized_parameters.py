@@ -6,8 +6,8 @@ only from the end of a backward pass to the next forward pass. Then weights are 
 gathered as codes (``stored_bucket.py``), and the buffer is freed. Layers take the codes from their
 cache. A checkpoint, and an evaluation in BF16, gather the BF16 parameters once more.
 
-Buffers, gradients and optimizer are Megatron-LM's. The codes equal those of a run without the
-argument to the bit: both quantize the FP32 parameters rounded to BF16.
+Buffers, gradients and optimizer are Megatron-LM's. The codes equal a run's without the argument to
+the bit: both quantize the FP32 parameters rounded to BF16.
 """
 
 from argparse import Namespace

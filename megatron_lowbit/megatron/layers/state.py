@@ -239,7 +239,7 @@ def expert_contexts(
     """Return the context of a call of a rank's experts, or a list with one of each expert.
 
     An entry is None for an expert in high precision, the whole result where all of them are, unless
-    tokens and weights are ``in_bf16`` and the engine multiplies those of all experts together.
+    tokens and weights are ``in_bf16`` and the engine multiplies all experts together.
     """
     first = states[0]
     if not any(state.is_active(training) for state in states):

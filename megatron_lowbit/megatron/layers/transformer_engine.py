@@ -170,7 +170,7 @@ class _Forward:
         return not state.native and state.is_active(state.module.training) and x.numel() > 0
 
     def input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the product takes, x normalized by the module's norm; its amax if known."""
+        """Return the product's input, x normalized by the module's norm; its amax if known."""
         if not self.normalizes:
             return x, None
         if not self.is_normalized(x):
