@@ -25,7 +25,7 @@ ASYNC = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-wor
 @pytest.mark.slow
 def test_memory_stays_flat_for_5000_iterations(tmp_path):
     """The engine is the default one of a CPU, which torch.compile builds."""
-    assert growth_of_a_run(tmp_path, 5000, "--save-interval", 100) < 64
+    assert growth_of_a_run(tmp_path, 5000, "--save-interval", 100) < 100
 
 
 @pytest.mark.gpu
