@@ -130,6 +130,10 @@ class Entries:
         """Return the entries of an object; one without entries by default."""
         return Entries(self._value(key, {}), f"{self._source}: {key}")
 
+    def updated(self, key: str, value: Any) -> "Entries":
+        """Return these entries with another value of one."""
+        return Entries({**self._content, key: value}, self._source)
+
     def objects(self, key: str) -> "list[Entries]":
         """Return the objects of a list; an empty one by default."""
         value = self._value(key, [])

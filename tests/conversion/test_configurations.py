@@ -1,11 +1,11 @@
 """config.json of every family: forms and defaults, and what is refused in either direction."""
 
 import json
-from contextlib import suppress
+from copy import deepcopy
 
 import pytest
 import torch
-from tiny_models import DRAWN, EPS, MODELS, ROPE, SIZES, YARN, make_model
+from tiny_models import DRAWN, EPS, MODELS, PARTIAL, ROPE, SIZES, YARN, make_model
 
 from megatron_lowbit.checkpoints.model_arguments import argument_file, model_of, saved_arguments
 from megatron_lowbit.conversion.families import FAMILIES, family_of, from_config
@@ -21,6 +21,7 @@ OLDER_GEMMA3 = {
     "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
     "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 100,
 }  # fmt: skip
+OF_YARN = {"rope_type": "yarn", "factor": 4.0}
 FULL, CHUNKED = "full_attention", "chunked_attention"
 
 
@@ -169,6 +170,17 @@ def test_both_forms_of_a_gemma3_are_one_model():
     assert older == newer
     assert older["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0, 1]
     assert (older["window_rotary_base"], older["rotary_base"]) == (10000, 1000000)
+def test_yarn_of_some_channels_is_not_exported():
+    """Megatron-LM's YaRN turns all channels, whatever the argument says."""
+    config = config_of("glm-4.5-moe")
+    rope = {"rope_parameters": PARTIAL | OF_YARN | {"partial_rotary_factor": 1.0}}
+    model = from_config(config | rope).model
+    family = FAMILIES[config["architectures"][0]]
+    assert family.to_config(model)["rope_scaling"]["rope_type"] == "yarn"
+    with pytest.raises(UserError, match=r"rotary_percent 0\.5; a model with YaRN has 1\.0"):
+        family.to_config(model | {"rotary_percent": 0.5})
+
+
     assert older["window_size"] == (511, 0)
     assert older["mup_base_head_dim"] == 1.0
 
@@ -222,13 +234,14 @@ def test_missing_entries_have_the_defaults_of_transformers(family):
     others = OTHERS.get(family.model_type, {"num_hidden_layers": 4})
     config = AutoConfig.for_model(family.model_type, **others)
     complete = {**config.to_dict(), **family.fixed}
-    expected = family.from_config(complete).model
     for key, value in complete.items():
         parts = [{k: v for k, v in complete.items() if k != key}]
         for name in value if isinstance(value, dict) else ():
-            # Beside other entries of rotary embeddings transformers takes yarn's to be rounded.
-            if name != "truncate":
-                parts.append({**complete, key: {k: v for k, v in value.items() if k != name}})
+            parts.append({**complete, key: {k: v for k, v in value.items() if k != name}})
         for part in parts:
-            with suppress(UserError):  # refused, not guessed
-                assert family.from_config(part).model == expected, key
+            try:
+                model = family.from_config(part).model
+            except UserError:  # refused, not guessed
+                continue
+            filled = type(config)(**deepcopy(part)).to_dict()
+            assert family.from_config(filled).model == model, key

@@ -44,6 +44,7 @@ CASES = [
     ("stablelm", 1, 1, 1), ("nemotron", 1, 1, 1), ("nemotron", 2, 1, 1), ("nemotron", 1, 2, 1),
     ("jais-2", 1, 1, 1),
     ("mamba-2", 1, 1, 1), ("mamba-2", 2, 1, 1), ("bamba", 1, 1, 1), ("bamba", 1, 2, 1),
+    ("scaled yarn llama", 1, 1, 1),
     ("deepseek-v2", 1, 1, 1), ("deepseek-v2", 1, 2, 1), ("youtu", 1, 1, 1),
     ("qwen2-moe", 1, 1, 1), ("qwen2-moe", 2, 1, 1), ("qwen2-moe", 1, 1, 2),
     ("glm-4.5-moe", 1, 1, 1), ("glm-4.5-moe", 2, 1, 1), ("glm-4.5-moe", 1, 2, 1),
@@ -101,10 +102,10 @@ def test_there_and_back(name, sources, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama with biases", "linear llama", "yarn qwen2", "mistral", "mistral without windows",
-     "seed-oss", "smollm3", "phi-3", "ministral", "cwm", "arcee", "gemma", "glm", "glm-4",
-     "granite", "ernie-4.5", "helium", "gpt-bigcode", "starcoder2", "stablelm", "nemotron",
-     "jais-2"],
+    ["llama with biases", "linear llama", "yarn qwen2", "scaled yarn llama", "mistral",
+     "mistral without windows", "seed-oss", "smollm3", "phi-3", "ministral", "cwm", "arcee",
+     "gemma", "glm", "glm-4", "granite", "ernie-4.5", "helium", "gpt-bigcode", "starcoder2",
+     "stablelm", "nemotron", "jais-2"],
 )  # fmt: skip
 def test_an_export_computes_the_same_in_transformers(name, sources, tmp_path):
     """By the exported config.json, whose entries have other names than transformers' own."""

@@ -94,6 +94,8 @@ MODELS = {
     "gpt-2": ("gpt2", GPT2),
     "nemotron-h": ("nemotron_h", NEMOTRON_H),
     "mamba-2": ("mamba2", {
+    "scaled yarn llama": ("llama", {"rope_parameters": ROPE | {
+        "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}}),
         "state_size": 16, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
     "bamba": ("bamba", {
         "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8,

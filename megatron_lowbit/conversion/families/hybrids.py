@@ -7,11 +7,12 @@ one for each of their outputs: gate z, input x, B, C and steps dt.
 import math
 import reprlib
 from dataclasses import replace
+from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.families.dense import LLAMA
-from megatron_lowbit.conversion.families.rope import rope_arguments
+from megatron_lowbit.conversion.families.rope import rope_arguments, rope_entries
 from megatron_lowbit.conversion.family import (
     Entry,
     Family,
@@ -213,6 +214,13 @@ def _bamba_head(entries: Entries) -> int:
     return expand * entries.integer("hidden_size") // heads
 
 
+def _bamba_arguments(entries: Entries) -> dict[str, Any]:
+    key, part = "partial_rotary_factor", 0.5
+    actual = rope_entries(entries).number(key, part)
+    require(actual == part, f"{CONFIG}: {key} {actual}: only {part} is converted")
+    return {"num_layers": 2 * number_of_layers(entries), **rope_arguments(entries, "default")}
+
+
 _OF_A_LLAMA = (
     "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "rotary_base", "max_position_embeddings", "untie_embeddings_and_output_weights", "vocab_size",
@@ -270,10 +278,7 @@ BAMBA = replace(
     layers=lambda model: [_BAMBA_BLOCKS[symbol] for symbol in model["hybrid_layer_pattern"]],
     prefix="model.layers",
     blocks=2,
-    more_arguments=lambda entries: {
-        "num_layers": 2 * number_of_layers(entries),
-        **rope_arguments(entries, "default"),
-    },
+    more_arguments=_bamba_arguments,
     more_entries=lambda model: {
         "num_hidden_layers": model["num_layers"] // 2,
         "mamba_expand": _expansion(model),

@@ -3,13 +3,18 @@
 from dataclasses import replace
 
 from megatron_lowbit.conversion.families.dense import ATTENTION, GATE_UP_MLP, LLAMA, QKV_BIAS
-from megatron_lowbit.conversion.families.rope import rotated_part
+from megatron_lowbit.conversion.families.rope import (
+    TYPES_OF_PAIRS,
+    rope_arguments,
+    rotated_part,
+)
 from megatron_lowbit.conversion.family import boolean, integer, untied
 
 _INTERLEAVED = replace(
     LLAMA,
     arguments={**LLAMA.arguments, "rotary_interleaved": True},
     entries={**LLAMA.entries, "kv_channels": integer("head_dim", 128)},
+    more_arguments=lambda entries: rope_arguments(entries, *TYPES_OF_PAIRS),
 )
 
 GLM = replace(

@@ -9,7 +9,12 @@ from typing import Any
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import LLAMA, MLP
 from megatron_lowbit.conversion.families.experts import dense_or_experts
-from megatron_lowbit.conversion.families.rope import rope_entries, scaled_rope
+from megatron_lowbit.conversion.families.rope import (
+    rope_entries,
+    scaled_rope,
+    yarn_scale_entries,
+    yarn_scales,
+)
 from megatron_lowbit.conversion.families.sigmoid_router import (
     ROUTED_EXPERTS,
     ROUTER_ARGUMENTS,
@@ -60,37 +65,19 @@ def _latent_arguments(entries: Entries) -> dict[str, Any]:
 
 def _rope_scaling(entries: Entries) -> dict[str, Any]:
     yarn = scaled_rope(rope_entries(entries), "yarn", _YARN)
-    rope_type, factor, mscale, all_dimensions = "rope", 1.0, 1.0, 0.0
+    rope_type, factor, scales = "rope", 1.0, {"mscale": 1.0, "mscale_all_dim": 0.0}
     if yarn is not None:
         require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
-        message = f"{CONFIG}: attention_factor: Megatron-LM derives it from factor and mscale"
-        require(yarn.number("attention_factor", 0.0) == 0, message)
-        all_dimensions = yarn.number("mscale_all_dim", 0.0)
-        mscale = yarn.number("mscale", 0.0 if all_dimensions else 1.0)
-        _check_scales(f"{CONFIG}:", mscale, all_dimensions)
-        rope_type, factor = "yarn", yarn.number("factor", above=0)
-    return {"rope_type": rope_type, "rotary_scaling_factor": factor, "mscale": mscale,
-            "mscale_all_dim": all_dimensions}  # fmt: skip
-
-
-def _check_scales(subject: str, mscale: float, all_dimensions: float) -> None:
-    """Raise UserError where transformers and Megatron-LM do not scale attention alike."""
-    require(
-        (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0),
-        f"{subject} mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and "
-        "Megatron-LM scale attention alike only if both are above 0, or 1 and 0",
-    )
+        rope_type, factor, scales = "yarn", yarn.number("factor", above=0), yarn_scales(yarn)
+    return {"rope_type": rope_type, "rotary_scaling_factor": factor, **scales}
 
 
 def _rope_scaling_entry(model: Model) -> dict[str, Any]:
     if model["rope_type"] == "rope":
         check_arguments(model, DEEPSEEK_V3.name, {"rotary_scaling_factor": 1.0})
         return {"rope_scaling": None}
-    mscale, all_dimensions = model["mscale"], model["mscale_all_dim"]
-    _check_scales("the model has", mscale, all_dimensions)
-    scales = {"mscale": mscale, "mscale_all_dim": all_dimensions} if all_dimensions else {}
-    yarn = {"rope_type": "yarn", "factor": model["rotary_scaling_factor"], **_YARN, **scales}
-    return {"rope_scaling": yarn}
+    factor, scales = model["rotary_scaling_factor"], yarn_scale_entries(model)
+    return {"rope_scaling": {"rope_type": "yarn", "factor": factor, **_YARN, **scales}}
 
 
 YOUTU = replace(

@@ -1,5 +1,6 @@
 """Rotary embeddings: their base, and scaled frequencies (linear, Llama 3.1's and YaRN)."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +14,10 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 """Values of Llama 3.1's scaling of frequencies that megatron-core fixes."""
+_LENGTH = "original_max_position_embeddings"
 _YARN = {
     "rotary_scaling_factor": positive_number("factor"),
-    "yarn_original_max_position_embeddings": integer("original_max_position_embeddings"),
+    "yarn_original_max_position_embeddings": integer(_LENGTH),
     "yarn_beta_fast": positive_number("beta_fast", 32.0),
     "yarn_beta_slow": positive_number("beta_slow", 1.0),
     "yarn_correction_range_round_to_int": Entry(
@@ -23,14 +25,26 @@ _YARN = {
     ),
 }
 """Arguments with their entries inside the entries of rotary embeddings."""
-_YARN_SCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
-_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
-"""Types of scaling; dynamic has no effect up to ``max_position_embeddings`` tokens."""
+TYPES_OF_PAIRS = ("default", "dynamic", "linear", "llama3")
+"""Types of scaling if neighboring channels turn together, which Megatron-LM's YaRN does not do.
+
+Dynamic scaling has no effect up to ``max_position_embeddings`` tokens.
+"""
+_TYPES = (*TYPES_OF_PAIRS, "yarn")
+_ROUNDED = 1e-6
+"""Relative difference of rotary bases that turns angles by less than FP32 rounds the largest."""
 
 
 def rope_entries(entries: Entries) -> Entries:
-    """Return the entries of rotary embeddings, under their newer or their older name."""
-    return entries.inner("rope_parameters") or entries.inner("rope_scaling")
+    """Return the entries of rotary embeddings, as transformers merges them.
+
+    Their older name takes precedence, and so does the length outside of them.
+    """
+    rope = entries.inner("rope_scaling") or entries.inner("rope_parameters")
+    if rope_type(rope) not in ("llama3", "yarn"):
+        return rope
+    usual = rope.integer(_LENGTH, entries.integer("max_position_embeddings"))
+    return rope.updated(_LENGTH, entries.integer(_LENGTH, usual))
 
 
 def rope_type(rope: Entries) -> str:
@@ -61,8 +75,9 @@ def rotary_base(
     def read(entries: Entries) -> int:
         base = rope(entries).number("rope_theta", entries.number(key, default), above=1)
         message = f"{CONFIG}: {prefix}rope_theta {base}: Megatron-LM's is an integer"
-        require(base.is_integer(), message)
-        return int(base)
+        # StarCoder2-3B has 999999.442.
+        require(math.isclose(base, round(base), rel_tol=_ROUNDED), message)
+        return round(base)
 
     return Entry(key, read, float)
 
@@ -71,7 +86,7 @@ def linear_factor(rope: Entries) -> int | None:
     """Return the factor by which linear scaling divides positions; None without it."""
     if rope_type(rope) != "linear":
         return None
-    factor = rope.number("factor", above=1)
+    factor = rope.number("factor", above=0)
     require(factor.is_integer(), f"{CONFIG}: factor {factor}: Megatron-LM's is an integer")
     return int(factor)
 
@@ -86,8 +101,11 @@ def rotated_part(default: float) -> Entry:
     key = "partial_rotary_factor"
 
     def read(entries: Entries) -> float:
-        part = rope_entries(entries).number(key, entries.number(key, default), above=0)
+        rope = rope_entries(entries)
+        part = rope.number(key, entries.number(key, default), above=0)
         require(part <= 1, f"{CONFIG}: {key} {part}: must be at most 1")
+        message = f"{CONFIG}: {key} {part}: Megatron-LM's YaRN turns all channels of a head"
+        require(part == 1 or rope_type(rope) != "yarn", message)
         return part
 
     return Entry(key, read)
@@ -111,10 +129,40 @@ def rope_arguments(entries: Entries, *types: str) -> dict[str, Any]:
         return {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", above=0)}
     if actual != "yarn":
         return {}
-    for key in ("attention_factor", *_YARN_SCALES):
-        require(rope.number(key, 0.0) == 0, f"{CONFIG}: {key}: Megatron-LM derives it from factor")
     yarn = {name: entry.read(rope) for name, entry in _YARN.items()}
-    return {"position_embedding_type": "yarn", **yarn, **_YARN_SCALES}
+    return {"position_embedding_type": "yarn", **yarn, **yarn_scales(rope)}
+
+
+def yarn_scales(rope: Entries) -> dict[str, float]:
+    """Return the arguments from which YaRN's attention factor is derived.
+
+    Raises UserError for another attention factor, or scales that the two sides read differently.
+    """
+    all_dimensions = rope.number("mscale_all_dim", 0.0)
+    mscale = rope.number("mscale", 0.0 if all_dimensions else 1.0)
+    _check_scales(f"{CONFIG}:", mscale, all_dimensions)
+    growth = 0.1 * math.log(max(rope.number("factor", above=0), 1))
+    derived = (1 + mscale * growth) / (1 + all_dimensions * growth)
+    factor = rope.number("attention_factor", derived)
+    message = f"{CONFIG}: attention_factor {factor}: Megatron-LM derives {derived} from factor"
+    require(math.isclose(factor, derived), message)
+    return {"mscale": mscale, "mscale_all_dim": all_dimensions}
+
+
+def yarn_scale_entries(model: Model) -> dict[str, float]:
+    """Return the entries of :func:`yarn_scales`, which are none by default."""
+    scales = {name: model[name] for name in ("mscale", "mscale_all_dim")}
+    _check_scales("the model has", *scales.values())
+    return scales if scales["mscale_all_dim"] else {}
+
+
+def _check_scales(subject: str, mscale: float, all_dimensions: float) -> None:
+    """Raise UserError where transformers and Megatron-LM do not scale attention alike."""
+    require(
+        (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0),
+        f"{subject} mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and "
+        "Megatron-LM scale attention alike only if both are above 0, or 1 and 0",
+    )
 
 
 def rope_entry(model: Model) -> dict[str, Any]:
@@ -127,9 +175,9 @@ def rope_entry(model: Model) -> dict[str, Any]:
         factor = model["rope_scaling_factor"]
         scalings.append({"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE})
     if "yarn_beta_fast" in model:
-        check_arguments(model, "model with YaRN", _YARN_SCALES)
+        check_arguments(model, "model with YaRN", {"rotary_percent": 1.0})
         yarn = {entry.key: entry.write(model[name]) for name, entry in _YARN.items()}
-        scalings.append({"rope_type": "yarn", **yarn})
+        scalings.append({"rope_type": "yarn", **yarn, **yarn_scale_entries(model)})
     scaled = [scaling for scaling in scalings if scaling]
     message = (
         "the model scales rotary frequencies in several ways; transformers knows one at a time"
