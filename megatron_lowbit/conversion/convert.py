@@ -21,6 +21,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
 from megatron_lowbit.checkpoints.reader import (
     EMBEDDING,
+    TensorSlice,
     TensorSource,
     open_checkpoint,
     other_name,
@@ -82,7 +83,8 @@ def to_megatron(
     if converted.model.keys() & {"num_experts", "multi_latent_attention"}:
         rules = [*rules, *_other_norms(rules)]
     chunks = [chunk for rule in rules for chunk in lazy_chunks(folder, rule)]
-    chunks += extra_states(target for rule in rules for target in rule.targets)
+    targets = [target for rule in rules for target in rule.targets]
+    chunks += extra_states([*targets, TensorSlice(HEAD)])  # Hybrids load it if tied, too.
     common = COMMON | {"iteration": ITERATION, "args": saved_arguments(converted.model)}
     task = {"task": "to-megatron", "source": str(source.absolute()), "config": folder.config,
             "files": folder.files(), "file_bytes": file_bytes}  # fmt: skip

@@ -70,6 +70,11 @@ NEMOTRON_H = {
     "chunk_size": 8, "time_step_min": 1e-30, "layers_block_type": [
         "mlp", "linear_attention", "full_attention", "linear_attention", "mlp", "mlp"],
 }  # fmt: skip
+MAMBA2 = {"state_size": 16, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
+BAMBA = {
+    "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8,
+    "attn_layer_indices": [1, 2], "rms_norm_eps": 1e-5, "rope_parameters": ROPE,
+}  # fmt: skip
 # Windows are shorter than 20 tokens, and activations beyond the limit.
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6,
            "swiglu_limit": 1.5, "rope_parameters": GPT_OSS_YARN}  # fmt: skip
@@ -93,13 +98,10 @@ MODELS = {
     "mixtral": ("mixtral", MIXTRAL | {"rope_parameters": ROPE}),
     "gpt-2": ("gpt2", GPT2),
     "nemotron-h": ("nemotron_h", NEMOTRON_H),
-    "mamba-2": ("mamba2", {
-    "scaled yarn llama": ("llama", {"rope_parameters": ROPE | {
-        "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}}),
-        "state_size": 16, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
-    "bamba": ("bamba", {
-        "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8,
-        "attn_layer_indices": [1, 2], "rms_norm_eps": 1e-5, "rope_parameters": ROPE}),
+    "mamba-2": ("mamba2", MAMBA2),
+    "bamba": ("bamba", BAMBA),
+    "tied mamba-2": ("mamba2", MAMBA2 | {"tie_word_embeddings": True}),
+    "tied bamba": ("bamba", BAMBA | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"rope_parameters": ROPE}),
     "qwen3-moe": ("qwen3_moe", QWEN3_MOE | {"rope_parameters": ROPE}),
     "uniform qwen3-moe": ("qwen3_moe", QWEN3_MOE | {
