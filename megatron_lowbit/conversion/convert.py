@@ -321,6 +321,7 @@ def _other_entries(companions: Path | None) -> dict[str, Any]:
     """Return a folder's config.json without the entries that a conversion replaces."""
     if companions is None or not (companions / CONFIG).is_file():
         return {}
-    # The first two are newer names of entries that the family writes.
-    replaced = ("rope_parameters", "dtype", QUANTIZATION)
+    # Newer names of entries that the family writes, and entries that change models of any family.
+    replaced = ("rope_parameters", "dtype", "original_max_position_embeddings", "layer_types",
+                "is_causal", "per_layer_config", QUANTIZATION)  # fmt: skip
     return {k: value for k, value in read_object(companions / CONFIG).items() if k not in replaced}

@@ -118,6 +118,10 @@ def _with_infinity(value: Any) -> Any:
     return [math.inf if part == {"__float__": "Infinity"} else part for part in value]
 
 
+_FIXED = {"is_causal": True, "per_layer_config": None}
+"""Entries of any family's config.json with the only value that is converted."""
+
+
 class ConvertibleModel(NamedTuple):
     """A model of the family ``name``: Megatron-LM's arguments, and the mapping of its tensors.
 
@@ -175,7 +179,7 @@ class Family:
 
         Raises UserError for what Megatron-LM's model cannot do.
         """
-        for key, value in self.fixed.items():
+        for key, value in (_FIXED | {**self.fixed}).items():
             if _with_infinity(config.get(key, value)) != value:
                 shown = reprlib.repr(config[key])
                 raise UserError(f"{CONFIG}: {key} {shown}: only {value!r} is converted")

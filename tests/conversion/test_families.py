@@ -282,6 +282,18 @@ def test_dynamic_scaling_is_not_kept(sources, tmp_path, capsys):
 
 
 def test_nothing_is_overwritten(sources, tmp_path):
+def test_entries_of_another_model_are_not_carried(sources, tmp_path):
+    """A tokenizer's folder may be another model's, with entries that transformers reads in any."""
+    others = {"is_causal": False, "layer_types": ["full_attention"] * 9, "bos_token_id": 7,
+              "original_max_position_embeddings": 5, "per_layer_config": {"8": {}}}  # fmt: skip
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(others))
+    to_megatron(sources["scaled yarn llama"], tmp_path / "there")
+    to_hugging_face(tmp_path / "there", tmp_path / "back", companions=tmp_path / "other")
+    config = config_of(tmp_path / "back")
+    assert {*others} & {*config} == {"bos_token_id"}
+
+
     to_megatron(sources["llama"], tmp_path / "out")
     with pytest.raises(UserError, match="out exists; --force replaces it"):
         to_megatron(sources["llama"], tmp_path / "out")

@@ -73,7 +73,32 @@ GRANITE_CODE = {
     "mlp_bias": True, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000,
     "tie_word_embeddings": True,
 }  # fmt: skip
+# YaRN with a scale that has no effect, and values of bigcode/starcoder2-3b and of
+# mistralai/Ministral-8B-Instruct-2410, which AutoModelForCausalLM does not load as a Mistral.
+ARCEE = {
+    "architectures": ["ArceeForCausalLM"], "model_type": "arcee", "rms_norm_eps": 1e-5,
+    "hidden_act": "relu2", "rope_theta": 10000.0, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+        "original_max_position_embeddings": 4096, "rope_type": "yarn"},
+}  # fmt: skip
+STARCODER2 = {
+    "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "use_bias": True,
+    "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "rope_theta": 999999.4420358813,
+    "sliding_window": 4096,
+}  # fmt: skip
+MINISTRAL = MISTRAL | {"layer_types": ["full_attention", *["sliding_attention"] * 3]}
 PUBLISHED = {
+    "Arcee, YaRN": (
+        ARCEE,
+        "--position-embedding-type=yarn --rotary-scaling-factor=20.0 --mscale=1.0",
+        "--mscale-all-dim=1",
+    ),
+    "StarCoder2-3B": (STARCODER2, "--rotary-base=999999 --window-size=4095,0", "--swiglu"),
+    "Ministral-8B": (
+        MINISTRAL,
+        "--window-size=4095,0 --window-attn-skip-freq=[0,1,1,1]",
+        "--add-qkv-bias",
+    ),
     "Mistral-7B-v0.1": (
         MISTRAL,
         "--window-size=4095,0 --window-attn-skip-freq=[1,1,1,1] --rotary-base=10000",

@@ -164,11 +164,16 @@ def make_model(name: str, **changes):
     """Build a model with some entries changed, and biases that are not zero."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+def entries_of(name: str, **changes) -> dict:
+    """Return the entries of a model's config.json, with some of them changed."""
     model_type, entries = MODELS[name]
     entries = SIZES | DRAWN | entries | changes
-    entries = {k: v for k, v in entries.items() if k not in _WITHOUT.get(model_type, ())}
+    return {k: v for k, v in entries.items() if k not in _WITHOUT.get(model_type, ())}
+
+
     # Some types of configurations add to the entries of rotary embeddings in place.
-    config = AutoConfig.for_model(model_type, **deepcopy(entries))
+    entries = deepcopy(entries_of(name, **changes))
+    config = AutoConfig.for_model(MODELS[name][0], **entries)
     model = AutoModelForCausalLM.from_config(config)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):

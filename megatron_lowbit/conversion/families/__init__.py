@@ -41,7 +41,7 @@ from megatron_lowbit.conversion.families.refused import REFUSED
 from megatron_lowbit.conversion.families.sigmoid_router import DOTS1, GLM4_MOE, SOLAR_OPEN
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
 FAMILIES = {
@@ -87,7 +87,14 @@ def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
             f"{file}: architecture {names[0]} is not one of the {len(FAMILIES)} that are "
             "converted; docs/conversion.md lists them"
         )
-    return FAMILIES[names[0]].from_config(config)
+    family = FAMILIES[names[0]]
+    model_type = entries.string("model_type", family.model_type)
+    others = {other.model_type for other in FAMILIES.values()} - {family.model_type}
+    message = f"{file}: model_type {model_type!r} is not the type of architecture {names[0]}"
+    require(model_type not in others, message)
+    if family is MISTRAL and "layer_types" in entries:
+        family = MINISTRAL  # as AutoModelForCausalLM reads the file of Ministral 8B
+    return family.from_config(config)
 
 
 def family_of(model: Model, config: Mapping[str, Any] = MappingProxyType({})) -> Family:
