@@ -72,10 +72,10 @@ def experts(key: str, other_key: str = "") -> Entry:
     return Entry(key, read)
 
 
-def experts_of_a_token(experts: Entry) -> Entry:
+def experts_of_a_token(experts: Entry, minimum: int = 1) -> Entry:
     """Return the entry that is the number of experts that each token goes to."""
     key = "num_experts_per_tok"
-    return Entry(key, lambda entries: entries.integer(key, maximum=experts.read(entries)))
+    return Entry(key, lambda entries: entries.integer(key, None, minimum, experts.read(entries)))
 
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"

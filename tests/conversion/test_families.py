@@ -28,6 +28,7 @@ CASES = [
     ("qwen3", 2, 1, 1), ("qwen3-moe", 1, 2, 1), ("qwen3-moe", 2, 1, 1),
     ("uniform qwen3-moe", 2, 1, 1),
     ("deepseek-v3", 1, 1, 1), ("deepseek-v3", 1, 2, 1), ("uniform deepseek-v3", 1, 2, 1),
+    ("mixtral with windows", 1, 1, 1),
     ("mixtral", 1, 1, 2), ("uniform qwen3-moe", 1, 1, 4), ("deepseek-v3", 1, 1, 2),
     ("gpt-oss", 1, 1, 1), ("gpt-oss", 2, 1, 1), ("gpt-oss", 1, 2, 1), ("gpt-oss", 1, 1, 2),
     ("gemma-3", 1, 1, 1), ("gemma-3", 2, 1, 1), ("gemma-3", 1, 2, 1),
@@ -281,7 +282,6 @@ def test_dynamic_scaling_is_not_kept(sources, tmp_path, capsys):
     assert config_of(tmp_path / "back")["rope_scaling"] is None
 
 
-def test_nothing_is_overwritten(sources, tmp_path):
 def test_entries_of_another_model_are_not_carried(sources, tmp_path):
     """A tokenizer's folder may be another model's, with entries that transformers reads in any."""
     others = {"is_causal": False, "layer_types": ["full_attention"] * 9, "bos_token_id": 7,
@@ -294,6 +294,7 @@ def test_entries_of_another_model_are_not_carried(sources, tmp_path):
     assert {*others} & {*config} == {"bos_token_id"}
 
 
+def test_nothing_is_overwritten(sources, tmp_path):
     to_megatron(sources["llama"], tmp_path / "out")
     with pytest.raises(UserError, match="out exists; --force replaces it"):
         to_megatron(sources["llama"], tmp_path / "out")

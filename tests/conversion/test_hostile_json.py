@@ -175,7 +175,7 @@ CONFIGS = [
     LLAMA | {"rope_parameters": LLAMA3},
     LLAMA | {"rope_scaling": {"type": "default"}},
     LLAMA
-    | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1,
+    | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 2,
        "sliding_window": None},
     LLAMA
     | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "num_experts_per_tok": 1,

@@ -94,8 +94,12 @@ MODELS = {
         "rope_type": "dynamic", "factor": 4.0}}),
     "yarn qwen2": ("qwen2", {"rope_parameters": ROPE | {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
+    "scaled yarn llama": ("llama", {"rope_parameters": ROPE | {
+        "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "rope_parameters": ROPE}),
     "mixtral": ("mixtral", MIXTRAL | {"rope_parameters": ROPE}),
+    "mixtral with windows": ("mixtral", MIXTRAL | {
+        "sliding_window": 6, "rope_parameters": ROPE}),
     "gpt-2": ("gpt2", GPT2),
     "nemotron-h": ("nemotron_h", NEMOTRON_H),
     "mamba-2": ("mamba2", MAMBA2),
@@ -160,16 +164,16 @@ _WITHOUT = {"gpt2": _GPT, "gpt_bigcode": _GPT, "stablelm": ("head_dim",),
 """Entries of ``SIZES`` that a type has not."""
 
 
-def make_model(name: str, **changes):
-    """Build a model with some entries changed, and biases that are not zero."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
 def entries_of(name: str, **changes) -> dict:
     """Return the entries of a model's config.json, with some of them changed."""
     model_type, entries = MODELS[name]
     entries = SIZES | DRAWN | entries | changes
     return {k: v for k, v in entries.items() if k not in _WITHOUT.get(model_type, ())}
 
+
+def make_model(name: str, **changes):
+    """Build a model with some entries changed, and biases that are not zero."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     # Some types of configurations add to the entries of rotary embeddings in place.
     entries = deepcopy(entries_of(name, **changes))

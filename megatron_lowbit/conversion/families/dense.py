@@ -51,6 +51,13 @@ UNGATED_MLP = {
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
 
+ALL_WINDOWS = {
+    "window_attn_skip_freq": lambda model: (
+        [1] * model["num_layers"] if model.get("window_size") else None
+    ),
+}
+"""Argument of a model whose layers all have a window, or none."""
+
 
 def _head_dimension(entries: Entries) -> int:
     default = entries.integer("hidden_size") // entries.integer("num_attention_heads")

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import (
+    ALL_WINDOWS,
     ATTENTION,
     LLAMA,
     MLP,
@@ -77,14 +78,19 @@ MIXTRAL = replace(
     name="Mixtral",
     architecture="MixtralForCausalLM",
     model_type="mixtral",
-    arguments={**LLAMA.arguments, "moe_layer_freq": 1, "moe_router_pre_softmax": False},
-    fixed={**LLAMA.fixed, "sliding_window": None},
+    arguments={
+        **LLAMA.arguments,
+        **ALL_WINDOWS,
+        "moe_layer_freq": 1,
+        "moe_router_pre_softmax": False,
+    },
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000},
     entries={
         **LLAMA.entries,
         "num_experts": _LOCAL_COUNT,
-        "moe_router_topk": experts_of_a_token(_LOCAL_COUNT),
+        "moe_router_topk": experts_of_a_token(_LOCAL_COUNT, minimum=2),
         "moe_ffn_hidden_size": integer("intermediate_size"),
+        "window_size": window(),
     },
     layers={**ATTENTION, **_MIXTRAL_EXPERTS},
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.families.dense import (
+    ALL_WINDOWS,
     ATTENTION,
     LLAMA,
     MLP,
@@ -129,13 +130,11 @@ STARCODER2 = replace(
     model_type="starcoder2",
     arguments={
         **LLAMA.arguments,
+        **ALL_WINDOWS,
         "swiglu": False,
         "openai_gelu": True,
         "normalization": "LayerNorm",
         "add_bias_linear": True,
-        "window_attn_skip_freq": lambda model: (
-            [1] * model["num_layers"] if model.get("window_size") else None
-        ),
     },
     fixed={"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
     defaults={"num_key_value_heads": 2},

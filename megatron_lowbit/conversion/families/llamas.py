@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import (
+    ALL_WINDOWS,
     ATTENTION,
     GATE_UP_MLP,
     LLAMA,
@@ -24,6 +25,7 @@ from megatron_lowbit.conversion.families.rope import (
 )
 from megatron_lowbit.conversion.family import (
     Entry,
+    boolean,
     integer,
     number_of_layers,
     untied,
@@ -64,12 +66,7 @@ MISTRAL = replace(
     name="Mistral",
     architecture="MistralForCausalLM",
     model_type="mistral",
-    arguments={
-        **LLAMA.arguments,
-        "window_attn_skip_freq": lambda model: (
-            [1] * model["num_layers"] if model.get("window_size") else None
-        ),
-    },
+    arguments={**LLAMA.arguments, **ALL_WINDOWS},
     fixed={"hidden_act": "silu"},
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     entries={**LLAMA.entries, "window_size": window()},
@@ -91,13 +88,10 @@ SEED_OSS = replace(
     name="Seed-OSS",
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
-    fixed={
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "attention_out_bias": False,
-        "mlp_bias": False,
-    },
+    arguments=LLAMA.arguments,
+    fixed={"hidden_act": "silu", "attention_out_bias": False, "mlp_bias": False},
     defaults={"num_key_value_heads": 8, "head_dim": 128},
+    entries={**LLAMA.entries, "add_qkv_bias": boolean("attention_bias", True)},
 )
 
 
