@@ -46,7 +46,9 @@ _OPTIONAL = (
      "mup_base_head_dim"),
     ("softmax_type",),
     ("window_size", "window_attn_skip_freq", "window_rotary_base"),
-    ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+    ("quick_geglu",),
+    ("glu_linear_offset",),
+    ("activation_func_clamp_value",),
     ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
      "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
     ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
@@ -112,7 +114,11 @@ _UNCONVERTED: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
+    "heterogeneous_layers_config_path": None,
+    "moe_apply_probs_on_input": False,
     "moe_latent_size": None,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
     "mtp_num_layers": None,
     "qk_l2_norm": False,
 }
@@ -156,6 +162,11 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         pattern = Entries(arguments, _PLACE).string("hybrid_layer_pattern")
         model["hybrid_layer_pattern"] = pattern.replace("|", "")
     _check_numbers(model)
+    if "use_mup" in model and "mup_output_mult" not in model:
+        hidden = model["hidden_size"]
+        base = Entries(arguments, _PLACE).integer("mup_base_hidden_size", hidden)
+        if base != hidden:
+            model["mup_output_mult"] = base / hidden  # megatron-core's default
     if "num_experts" in model:
         layers = _pattern(model, "moe_layer_freq", lambda layer, n: layer % n == 0)
         # Checkpoints hold a tensor of all layers with experts, or else one for each layer.

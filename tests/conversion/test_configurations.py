@@ -108,6 +108,13 @@ def test_a_config_that_does_not_fit(name, change, named):
     [
         ("llama", {"swiglu": False}, "swiglu False; a Llama has True"),
         ("llama", {"geglu": True}, "geglu True; a Llama has False"),
+        ("llama", {"activation_func_clamp_value": 7.0},
+         "activation_func_clamp_value 7.0; a Llama has None"),
+        ("llama", {"glu_linear_offset": 1.0}, "glu_linear_offset 1.0; a Llama has 0.0"),
+        ("llama", {"heterogeneous_layers_config_path": "a"}, "layers_config_path 'a'"),
+        ("mixtral", {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input True"),
+        ("mixtral", {"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size 32"),
+        ("qwen2-moe", {"moe_shared_expert_glu_interleave_size": 32}, "_interleave_size 32"),
         ("gpt-2", {"normalization": "RMSNorm"}, "normalization 'RMSNorm'; a GPT-2 has 'LayerNorm'"),
         ("nemotron-h", {"squared_relu": False}, "squared_relu False; a Nemotron-H has True"),
         ("nemotron-h", {"layernorm_epsilon": EPS}, "layernorm_epsilon 3e-06.*1e-05"),
@@ -134,6 +141,7 @@ def test_a_config_that_does_not_fit(name, change, named):
         ("gpt-oss", {"mscale": 0.7}, "mscale 0.7"),
         ("gemma3", {"mup_embedding_mult": 2.0}, r"mup_embedding_mult 2.0; a Gemma-3 has 5\.65"),
         ("gemma3", {"mup_attn_scale_power": 1.0}, "mup_attn_scale_power 1.0; a Gemma-3 has 0.5"),
+        ("gemma3", {"mup_base_hidden_size": 8}, "mup_output_mult 0.25; a Gemma-3 has 1.0"),
         ("gemma3", {"geglu": False}, "geglu False; a Gemma-3 has True"),
         ("gemma3", {"window_size": (511, 1)},
          r"window_size \(511, 1\); a Gemma-3 has 0 tokens ahead"),
@@ -162,6 +170,17 @@ def test_a_hybrid_of_other_blocks(name, pattern, named):
         FAMILIES[config["architectures"][0]].to_config(model)
 
 
+def test_yarn_of_some_channels_is_not_exported():
+    """Megatron-LM's YaRN turns all channels, whatever the argument says."""
+    config = config_of("glm-4.5-moe")
+    rope = {"rope_parameters": PARTIAL | OF_YARN | {"partial_rotary_factor": 1.0}}
+    model = from_config(config | rope).model
+    family = FAMILIES[config["architectures"][0]]
+    assert family.to_config(model)["rope_scaling"]["rope_type"] == "yarn"
+    with pytest.raises(UserError, match=r"rotary_percent 0\.5; a model with YaRN has 1\.0"):
+        family.to_config(model | {"rotary_percent": 0.5})
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_without_a_config_finds_a_family_of_its_model(name):
     """The family may be another one than the source's, whose models are the same."""
@@ -180,17 +199,6 @@ def test_both_forms_of_a_gemma3_are_one_model():
     assert older == newer
     assert older["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0, 1]
     assert (older["window_rotary_base"], older["rotary_base"]) == (10000, 1000000)
-def test_yarn_of_some_channels_is_not_exported():
-    """Megatron-LM's YaRN turns all channels, whatever the argument says."""
-    config = config_of("glm-4.5-moe")
-    rope = {"rope_parameters": PARTIAL | OF_YARN | {"partial_rotary_factor": 1.0}}
-    model = from_config(config | rope).model
-    family = FAMILIES[config["architectures"][0]]
-    assert family.to_config(model)["rope_scaling"]["rope_type"] == "yarn"
-    with pytest.raises(UserError, match=r"rotary_percent 0\.5; a model with YaRN has 1\.0"):
-        family.to_config(model | {"rotary_percent": 0.5})
-
-
     assert older["window_size"] == (511, 0)
     assert older["mup_base_head_dim"] == 1.0
 
