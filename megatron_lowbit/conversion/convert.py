@@ -243,11 +243,10 @@ def to_hugging_face(
     amaxes: dict[str, Tensor] = {}
     if quantized is not None:
         recipe, layout = recipe_of(quantized, checkpoint), LAYOUTS[quantized.layout]
-        plan = plan_quantization(recipe, layout, checkpoint, rules, model["num_layers"])
         if quantized.calibration is not None:
             described = ConvertibleModel(family.name, model, rules)
             amaxes = _calibrate(quantized.calibration, recipe, source, described, companions)
-            plan = plan_quantization(recipe, layout, checkpoint, rules, model["num_layers"], amaxes)
+        plan = plan_quantization(recipe, layout, checkpoint, rules, model["num_layers"], amaxes)
         quantized_names = [name for names in plan.weights for name in names]
         check_experts(quantized_names, config, plan.layout.name)
         config[QUANTIZATION] = plan.config

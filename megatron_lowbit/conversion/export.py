@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, write_json, write_tensors
 from megatron_lowbit.conversion import SHARD_BYTES
+from megatron_lowbit.conversion.layouts.layout import write_documents
 from megatron_lowbit.conversion.live import plan_export, unwrapped
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION
 from megatron_lowbit.errors import UserError, require
@@ -57,5 +58,4 @@ def export(
         write_json(partial.path / CONFIG, config)
         if getattr(described, "generation_config", None) is not None:
             described.generation_config.save_pretrained(partial.path)
-        for name, document in plan.layout.documents(plan.config).items():
-            write_json(partial.path / name, document)
+        write_documents(partial.path, plan.layout, plan.config)

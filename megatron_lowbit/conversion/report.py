@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_lowbit.checkpoints.hugging_face_files import write_json
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.conversion.layouts.layout import rows_of_piece
+from megatron_lowbit.conversion.layouts.layout import rows_of_piece, write_documents
 from megatron_lowbit.conversion.quantized import Quantization
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
 
@@ -21,13 +21,11 @@ _Energy = tuple[float, float]
 
 
 def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
-    """Write a layout's further documents, and a report of the error of the weights.
+    """Write a layout's further documents and the report; print a row for each block.
 
-    Their error is computed from what :class:`QuantizedFolder` reads; a row is printed for each
-    block.
+    The error of a weight is computed from what :class:`QuantizedFolder` reads.
     """
-    for name, document in plan.layout.documents(plan.config).items():
-        write_json(path / name, document)
+    write_documents(path, plan.layout, plan.config)
     folder, weights = QuantizedFolder(path), {}
     blocks: dict[int, list[tuple[str, str, _Energy]]] = {}
     for weight in plan.weights.values():

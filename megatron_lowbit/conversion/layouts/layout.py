@@ -1,11 +1,13 @@
 """Description of a layout: quantized weights in safetensors and in config.json."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_lowbit.checkpoints.hugging_face_files import write_json
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quantizer
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -86,6 +88,12 @@ class Layout(NamedTuple):
     stored: Callable[[Iterable[str], dict[str, Any]], dict[str, Stored]]
     documents: Callable[[dict[str, Any]], dict[str, dict[str, Any]]] = lambda config: {}
     input_scale: tuple[str, Callable[[Tensor], Tensor]] | None = None
+
+
+def write_documents(folder: Path, layout: Layout, config: dict[str, Any]) -> None:
+    """Write the JSON files of a layout besides config.json; ``config``: quantization_config."""
+    for name, document in layout.documents(config).items():
+        write_json(folder / name, document)
 
 
 def modules_with(names: Iterable[str], ending: str) -> list[str]:
