@@ -29,7 +29,7 @@ from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.grouped import can_group
 from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.megatron.layers.state import LayerState
-from megatron_lowbit.numerics import QuantizedTensor, Rounding
+from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe
 
@@ -74,15 +74,11 @@ class ExpertDispatch(Feature):
 def obstacle(precision: LinearPrecision, engine: Engine) -> str | None:
     """Return the reason why experts cannot take fprop's quantized input as codes, or None."""
     quantizer = precision.fprop.lhs
-    if quantizer.format.tensor_scaled or quantizer.format.block_rows > 1:
+    if not quantizer.rows_are_independent:
         return (
-            f"fprop.input is {quantizer.format.name}, whose scales are of several tokens; use one "
-            "whose scales lie within a token, such as fp8-1x128-e4m3"
+            "fprop.input has codes that depend on several tokens; use a format whose scales lie "
+            "within a token, such as fp8-1x128-e4m3, rounding nearest and no split_mean"
         )
-    if quantizer.splits_mean:
-        return "fprop.input.split_mean takes a mean of the expert's tokens; leave it out"
-    if quantizer.rounding is Rounding.STOCHASTIC:
-        return "fprop.input.rounding is stochastic, with bits of the expert's rows; use nearest"
     if not precision.wgrad.requantizes_rhs:
         return (
             "wgrad.input is made from values that are not sent; add --recipe-set "
