@@ -51,7 +51,7 @@ class Results:
 
     def __init__(self, file: Path, head: dict[str, Any], again: bool = False) -> None:
         known = json.loads(file.read_text()) if file.is_file() and not again else {}
-        self._file, self._lock, self.head = file, Lock(), head
+        self._file, self._lock, self._head = file, Lock(), head
         self.cells: dict[str, Cell] = {cell["key"]: cell for cell in known.get("cells", ())}
         self.references: dict[str, Cell] = {
             x["key"]: x for x in known.get("references", ()) if x["outcome"] == "ended"
@@ -61,13 +61,9 @@ class Results:
         """Keep an entry of "cells" or "references", and write the file."""
         with self._lock:
             getattr(self, table)[entry["key"]] = entry
-            self.write()
-
-    def write(self) -> None:
-        """Write the file."""
-        references = [self.references[key] for key in sorted(self.references)]
-        cells = [self.cells[key] for key in sorted(self.cells)]
-        records.write(self._file, self.head, references=references, cells=cells)
+            references = [self.references[key] for key in sorted(self.references)]
+            cells = [self.cells[key] for key in sorted(self.cells)]
+            records.write(self._file, self._head, references=references, cells=cells)
 
 
 class Composer:
@@ -80,14 +76,13 @@ class Composer:
         gpus: number of GPUs; 0 on a CPU.
         timeout: seconds for a run.
         end: time, by ``time.monotonic``, after which none is started.
-        starts: folder of the checkpoints that runs begin with; None: in ``work``.
     """
 
     def __init__(
         self, context: BaseContext, results: Results, work: Path, gpus: int, timeout: float,
-        end: float, starts: Path | None = None,
+        end: float,
     ) -> None:  # fmt: skip
-        self._results, self._work, self._starts = results, work, starts or work / "starts"
+        self._results, self._work, self._starts = results, work, work / "starts"
         self._gpus, self._timeout, self._end = gpus, timeout, end
         self._crews = Crews(context, gpus)
         self._no_start: dict[str, Outcome] = {}
@@ -243,9 +238,6 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds", nargs="+", type=int, default=[None], metavar="N",
         help="of models and data: how far a pair's losses move by chance",
     )  # fmt: skip
-    parser.add_argument(
-        "--again", nargs="+", default=[], metavar="OUTCOME", help="run cells of these again"
-    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for a run")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after these")
@@ -265,7 +257,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             for run in runs_of(layers, recipe, bool(gpus))
             if set(args.features) & set(run.features) for seed in args.seeds]  # fmt: skip
     results = Results(args.output, {"machine": records.description(gpus=gpus)})
-    results.cells = {k: c for k, c in results.cells.items() if c["outcome"] not in args.again}
     with tempfile.TemporaryDirectory() as folder:
         work = args.work or Path(folder)
         composer = Composer(context, results, work, gpus, args.timeout, begin + args.seconds)

@@ -1,17 +1,11 @@
-"""Loss curves of a model by recipe and seed, the recipes' gaps, and whether two machines' agree.
+"""Loss curves of a model by recipe and seed, and the recipes' gaps.
 
     python -m benchmarks loss_curves --data-path data/stdlib --tokenizer-model data/tokenizer \
         --output benchmarks/results/loss-curves-cpu.json
-    python -m benchmarks loss_curves ... --seeds 1 2 3 4 --output gpu.json \
-        --against benchmarks/results/loss-curves-cpu.json
 
 The model is a 30M-parameter GPT unless --model says otherwise; what this script does not know goes
-to the training script.
-
-A seed draws other weights on a GPU than on a CPU, and low precision amplifies any difference, so
-curves are compared as draws: each one of the other machine's with the spread over this machine's
-seeds, in windows of 50 iterations. The file is written after every run; runs that it holds already
-are not repeated.
+to the training script. The file is written after every run; runs that it holds already are not
+repeated.
 """
 
 import statistics
@@ -45,41 +39,11 @@ def means(losses: Sequence[float], width: int) -> list[float]:
     return [statistics.fmean(losses[i : i + width]) for i in range(0, len(losses), width)]
 
 
-def windows(losses: Sequence[float], interval: int) -> list[float]:
-    """Average over whole windows of iterations."""
-    width = WINDOW // interval
-    return means(losses[: len(losses) // width * width], width)
-
-
-def compare(here: list[dict], there: list[dict], interval: int) -> Table:
-    """Compare each run of another machine with this one's seeds."""
-    table = Table(
-        "recipe", "seed there", "largest", "root mean square", "last loss there", "here",
-        title="in standard deviations of a further seed, by window",
-    )  # fmt: skip
-    for run in there:
-        name = run["recipe"].removesuffix(" in TE")
-        seeds = [windows(r["losses"], interval) for r in here if r["recipe"] == name]
-        if len(seeds) < 3:
-            continue
-        off, theirs = [], windows(run["losses"], interval)
-        for value, *others in zip(theirs, *seeds, strict=True):
-            spread = statistics.stdev(others) * (1 + 1 / len(others)) ** 0.5
-            off.append((value - statistics.fmean(others)) / spread)
-        last = statistics.fmean(seed[-1] for seed in seeds)
-        table.add_row(
-            run["recipe"], str(run["seed"]), f"{max(map(abs, off)):.1f}",
-            f"{statistics.fmean(x * x for x in off) ** 0.5:.2f}", f"{theirs[-1]:.4f}",
-            f"{last:.4f}",
-        )  # fmt: skip
-    return table
-
-
 def gaps(runs: list[dict], interval: int) -> Table:
     """Compare each recipe's last window with bf16's of the same seed, in percent."""
     headings = ("recipe", "seeds", "mean loss", "gap to bf16, %", "standard error")
-    table = Table(*headings, title=f"last {WINDOW} iterations")
-    last = {(r["recipe"], r["seed"]): windows(r["losses"], interval)[-1] for r in runs}
+    table, width = Table(*headings, title=f"last {WINDOW} iterations"), WINDOW // interval
+    last = {(r["recipe"], r["seed"]): statistics.fmean(r["losses"][-width:]) for r in runs}
     for recipe in dict.fromkeys(run["recipe"] for run in runs):
         by_seed = {seed: loss for (name, seed), loss in last.items() if name == recipe}
         ratios = [
@@ -98,7 +62,7 @@ def gaps(runs: list[dict], interval: int) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the file lacks, then compare."""
+    """Train what the file lacks, then print the gaps."""
     parser = records.parser(__doc__)
     parser.add_argument("--data-path", required=True, metavar="PREFIX")
     parser.add_argument("--tokenizer-model", required=True, metavar="DIR")
@@ -108,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=USUAL)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
     args, others = parser.parse_known_args(argv)
     script = HYBRID if "--hybrid-layer-pattern" in args.model.read_text() else OURS
     common = [f"@{args.model}", "--data-path", args.data_path, "--bf16"]
@@ -125,6 +88,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs.append({"recipe": recipe, "seed": seed, "losses": means(losses, LOG_INTERVAL)})
             records.write(args.output, {"log_interval": LOG_INTERVAL}, runs=runs)
     Console(width=120).print(gaps(runs, LOG_INTERVAL))
-    if args.against is not None:
-        there = records.read(args.against, "runs")
-        Console(width=120).print(compare(runs, there, LOG_INTERVAL))

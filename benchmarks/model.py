@@ -85,7 +85,7 @@ def build(args: Namespace) -> nn.Module:
     return Float16Module(config.transformer, model) if args.bf16 else model
 
 
-def work(name: str, extra: Sequence[str]) -> None:
+def work(name: str) -> None:
     """Run one contender in this process: import, wait for a line, build, measure, print JSON."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed|transformer_engine")
     contender = CONTENDERS[name]
@@ -95,7 +95,7 @@ def work(name: str, extra: Sequence[str]) -> None:
     from megatron_lowbit.arguments import parse_arguments
     from megatron_lowbit.megatron.pretrain import teardown
 
-    args = parse_arguments([*MODEL, *contender.arguments, *extra])
+    args = parse_arguments([*MODEL, *contender.arguments])
     sys.stdin.readline()
     with teardown():
         initialize(args)
@@ -182,9 +182,9 @@ def _flops(args: Namespace) -> dict[str, int]:
     }
 
 
-def run(names: Sequence[str], extra: Sequence[str]) -> tuple[list[dict], Ceilings]:
+def run(names: Sequence[str]) -> tuple[list[dict], Ceilings]:
     """Measure a row for each contender, and the ceilings before the first of them."""
-    workers = {name: _start(name, extra) for name in names}
+    workers = {name: _start(name) for name in names}
     try:
         limits = timing.ceilings()
         if torch.cuda.is_available():
@@ -197,8 +197,8 @@ def run(names: Sequence[str], extra: Sequence[str]) -> tuple[list[dict], Ceiling
     return rows, limits
 
 
-def _start(name: str, extra: Sequence[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "benchmarks", "model", "--worker", name, "--extra", *extra]
+def _start(name: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "benchmarks", "model", "--worker", name]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -248,16 +248,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     records.add_output(parser, "model")
-    parser.add_argument(
-        "--extra", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT",
-        help="all that follows goes to every model, such as --num-layers 8",
-    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.worker is not None:
-        work(args.worker, args.extra)
+        work(args.worker)
         return
     begin, console = time.monotonic(), Console(width=130)
-    rows, limits = run(args.contenders, args.extra)
+    rows, limits = run(args.contenders)
     console.print(limits.as_json())
     console.print(runner.table(rows, "forward and backward", COLUMNS))
-    runner.write(args.output, rows, begin, limits, arguments=[*MODEL, *args.extra])
+    runner.write(args.output, rows, begin, limits, arguments=MODEL)

@@ -11,7 +11,7 @@ statistic only; the same by torch.compile from the reference's cast at powers of
 norm's own gradient, by one kernel (``kernels/norm.py``), by torch's operations one after
 another, and by torch.compile, each in a CUDA graph, with the time that its bytes take at a copy's
 rate. Layers: forward without gradients, 4 or 8 sequences, quantized weights cached, as within a
-step. A file that is there keeps the cases that are not measured again.
+step. A file that is there keeps the parts that are not measured again.
 """
 
 import math
@@ -46,6 +46,7 @@ CASES = {f"{name}, B = {b}": (name, b) for name in ELEMENTS for b in (16, 32, 64
 COMPILED = ("E4M3, B = 32", "E2M1, B = 16")
 NORMS = {"MXNorm": MXNorm(), "RMSNorm": RMSNorm()}
 REPETITIONS, SECONDS, FLUSH_BYTES = 15, 0.02, 2**31
+PARTS = ("kernel", "backward", "layer")
 GRADIENT = "norm_grad"
 """The case of the part ``backward``."""
 RECIPES = ("mxfp8", "nvfp4")
@@ -219,9 +220,9 @@ def _layers(model: nn.Module, batch: int, length: int) -> Step:
     return torch.no_grad()(step)
 
 
-def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Iterator[list[dict]]:
+def measure(limits: Ceilings, parts: Sequence[str]) -> Iterator[list[dict]]:
     """Yield all rows, the kernels' first, case by case."""
-    for case in cases if "kernel" in parts else ():
+    for case in (*CASES, "NVFP4") if "kernel" in parts else ():
         rows = []
         for hidden in HIDDEN:
             for tokens in TOKENS:
@@ -297,9 +298,7 @@ def draw(rows: Sequence[dict], file: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure or read, print the means, write the JSON or the picture."""
     parser = records.parser(__doc__)
-    parts, cases = ("kernel", "backward", "layer"), [*CASES, "NVFP4"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--summary", action="store_true", help="summarize the results in --output")
     records.add_output(parser, "mxnorm")
     args = parser.parse_args(argv)
@@ -307,10 +306,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.summary:
         draw(rows, PICTURE)
     else:
-        anew = {"kernel": args.cases, "backward": [GRADIENT], "layer": RECIPES}
-        rows = [r for r in rows if r["part"] not in args.parts or r["case"] not in anew[r["part"]]]
+        rows = [r for r in rows if r["part"] not in args.parts]
         begin, limits = time.monotonic(), timing.ceilings()
-        for more in measure(limits, args.parts, args.cases):
+        for more in measure(limits, args.parts):
             rows += more
             runner.write(args.output, rows, begin, limits)
     Console(width=130).print(summary(rows))

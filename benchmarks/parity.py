@@ -7,13 +7,9 @@ cases/parity.yaml goes on under every recipe, and so does the single process; th
 iterations and the gradient norm of the first one are compared. A checkpoint, because layouts draw
 other initial weights. ``compose.Composer`` makes the runs. `make parity` keeps the figures in
 benchmarks/results/parity.json; docs/generate/parallelism.py makes a table of them.
-
-On a GPU host `--against` compares the losses with such a file, cell by cell, if both began
-at the same checkpoints: copy the folder of `--start`.
 """
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -179,54 +175,26 @@ def complaint(cell: Mapping[str, Any]) -> str | None:
     return " ".join([f"{cell['key']}: {cell['outcome']}", *figures, cell["message"]]).strip()
 
 
-def table(cells: Sequence[Mapping], layouts: Mapping[str, Layout], part: str = "") -> str:
-    """Tabulate differences: a row for each layout, a column for each recipe.
-
-    Args:
-        cells: cells of a record, also of one by an earlier version.
-        layouts: layouts by name.
-        part: "against" for differences from another machine.
-    """
+def table(cells: Sequence[Mapping], layouts: Mapping[str, Layout]) -> str:
+    """Tabulate the cells of a record: a row for each layout, a column for each recipe."""
     recipes = list(dict.fromkeys(cell["recipe"] for cell in cells))
-    shown = {(cell["layout"], cell["recipe"]): _difference(cell, part) for cell in cells}
+    shown = {(cell["layout"], cell["recipe"]): _difference(cell) for cell in cells}
     lines = []
     for name in dict.fromkeys(layout for layout, _ in shown):
         row = [shown.get((name, recipe)) for recipe in recipes]
         if all(row):
             processes = layouts[name].processes if name in layouts else 1
             lines.append([name, processes, *(short(*pair) for pair in row)])
-    for effect in () if part else ("whole", "split", "spread"):
+    for effect in ("whole", "split", "spread"):
         bounds = (short(*RECIPES[name].bounds(effect)) for name in recipes)
         lines.append([f"bounds, {effect} |", *bounds])  # of any number of processes
     return records.markdown(["layout", "processes", *(f"`{name}`" for name in recipes)], lines)
 
 
-def _difference(cell: Mapping[str, Any], part: str) -> Sequence[float] | None:
-    if part or "loss" not in cell:  # earlier versions had the pair as "difference"
-        return cell.get(part or "difference")
+def _difference(cell: Mapping[str, Any]) -> Sequence[float] | None:
+    if "loss" not in cell:  # earlier versions had the pair as "difference"
+        return cell.get("difference")
     return cell["loss"], cell["norm"]
-
-
-def compare(cells: Sequence[dict], file: Path) -> dict:
-    """Set the cells' distances from another machine's; return which machine that was."""
-    other = json.loads(file.read_text())
-    known = {(cell["layout"], cell["recipe"]): _steps(cell) for cell in other["cells"]}
-    for cell in cells:
-        if there := known.get((cell["layout"], cell["recipe"])):
-            here = _steps(cell)
-            if len(there) != len(here):
-                sys.exit(f"error: --against {file}: {len(there)} iterations a run there")
-            losses = zip(here, there, strict=True)
-            loss = max(abs(ours[0] - its[0]) / abs(its[0]) for ours, its in losses)
-            cell["against"] = Bounds(loss, abs(here[0][1] - there[0][1]) / there[0][1])
-    return other["machine"]
-
-
-def _steps(cell: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Return (loss, gradient norm) of each iteration, also of a cell of an earlier version."""
-    if "losses" in cell:
-        return list(zip(cell["losses"], cell["norms"], strict=True))
-    return list(cell.get("steps", {}).values())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,17 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES], metavar="NAME")
     parser.add_argument("--iterations", type=int, default=3, help="of each run (default: 3)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once (default: 1)")
-    parser.add_argument("--start", type=Path, metavar="DIR", help="checkpoints: read, or made here")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep all figures")
-    parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
-    parser.add_argument(
-        "--report-only", action="store_true",
-        help="exceed bounds without an error: for --extra --bf16, which has none",
-    )  # fmt: skip
-    parser.add_argument(
-        "--extra", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT",
-        help="all that follows goes to every run, such as --bf16",
-    )  # fmt: skip
     return parser
 
 
@@ -264,20 +222,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     layouts = {name: LAYOUTS[name] for name in names}
     recipes = {name: RECIPES[name] for name in args.recipes}
     common = ["--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model]
-    runs = runs_of(layouts, recipes, [*common, *args.extra], args.iterations)
+    runs = runs_of(layouts, recipes, common, args.iterations)
     context = start_server(bool(gpus))
-    head = {"machine": records.description(gpus=gpus), "arguments": DECLARED, "extra": args.extra}
+    head = {"machine": records.description(gpus=gpus), "arguments": DECLARED}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         results = Results(args.output or work / "parity.json", head, again=True)
-        composer = Composer(context, results, work, gpus, 600, math.inf, args.start)
-        composer.compose(runs, args.jobs)
-        cells = list(results.cells.values())
-        print(table(cells, layouts))
-        if args.against is not None:
-            results.head["against"] = compare(cells, args.against)
-            results.write()
-            print(table(cells, layouts, "against"))
-    complaints = [text for cell in cells if (text := complaint(cell))]
-    if complaints and not args.report_only:
+        Composer(context, results, work, gpus, 600, math.inf).compose(runs, args.jobs)
+    cells = list(results.cells.values())
+    print(table(cells, layouts))
+    if complaints := [text for cell in cells if (text := complaint(cell))]:
         sys.exit("\n".join(complaints))

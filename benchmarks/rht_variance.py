@@ -9,12 +9,10 @@ for the whole vector, as theorem 3.2 has it, and MX blocks of 32, as training ha
 benchmarks/results/rht_variance.json and docs/images/rht_variance.png.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +48,8 @@ SIZES = (32, 64, 128, 256, 512, 1024, 2048)
 OUTLIERS = (0.0, 0.001, 0.01)
 DEVIATIONS = (5.0, 5.0**0.5)
 """The paper's "N(0, 5I)" read as a deviation and as a variance of 5."""
+PAIRS, DRAWS, SEED = 4096, 4, 1234
+"""Pairs of vectors, and roundings of each."""
 
 _CHUNK = 1 << 20  # elements quantized at a time
 _NO_COMPILER = compiled.missing_compiler()
@@ -62,12 +62,12 @@ class Case(NamedTuple):
     outliers: float
     deviation: float
 
-    def draw(self, pairs: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Return a and B, (pairs, size) each: the same ones for every method."""
-        key = derive_key(seed, "data", str(self), size)
+    def draw(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return A and B, (PAIRS, size) each: the same ones for every method."""
+        key = derive_key(SEED, "data", str(self), size)
         random = torch.Generator().manual_seed(key >> 1)
-        normal = torch.randn(2, pairs, size, generator=random)
-        outlier = torch.rand(2, pairs, size, generator=random) < self.outliers
+        normal = torch.randn(2, PAIRS, size, generator=random)
+        outlier = torch.rand(2, PAIRS, size, generator=random) < self.outliers
         a, b = torch.where(outlier, normal * self.deviation, normal)
         return a, b
 
@@ -150,16 +150,16 @@ def rounded(x: Tensor, scale: int | None, key: int) -> Tensor:
     return torch.cat(parts).view(x.shape)
 
 
-def measure(line: Line, size: int, pairs: int, draws: int, seed: int) -> None:
+def measure(line: Line, size: int) -> None:
     """Add one vector size to a line."""
-    operands = line.case.draw(pairs, size, seed)
+    operands = line.case.draw(size)
     exact = (operands[0].double() * operands[1].double()).sum(1)
-    key = derive_key(seed, str(line.case), str(line.method), size)
+    key = derive_key(SEED, str(line.case), str(line.method), size)
     points = size if line.method.points is None else line.method.points
     if points:
         operands = tuple(transformed(x, points, derive_key(key, "signs")) for x in operands)
     products = []
-    for draw in range(draws):
+    for draw in range(DRAWS):
         a, b = (
             rounded(x, line.method.scale, derive_key(key, draw, side)).double()
             for side, x in enumerate(operands)
@@ -169,20 +169,19 @@ def measure(line: Line, size: int, pairs: int, draws: int, seed: int) -> None:
     variance, bias = by_draw.var(0), by_draw.mean(0) - exact
     line.sizes.append(size)
     line.variance.append(float(variance.mean()))
-    line.error.append(float(variance.std() / math.sqrt(pairs)))
-    line.bias_in_errors.append(float(bias.mean() / bias.std() * math.sqrt(pairs)))
+    line.error.append(float(variance.std() / math.sqrt(PAIRS)))
+    line.bias_in_errors.append(float(bias.mean() / bias.std() * math.sqrt(PAIRS)))
 
 
-def run(cases: Sequence[Case], args: argparse.Namespace, console: Console) -> list[Line]:
-    """Return all lines without transforms longer than the vector and lines of one point."""
-    lines, work = [], []
-    for line in (Line(case, method) for case in cases for method in METHODS):
-        sizes = [size for size in args.sizes if (line.method.points or 0) <= size]
-        if len(sizes) > 1:
-            lines.append(line)
-            work += [(line, size) for size in sizes]
+def run(console: Console) -> list[Line]:
+    """Return all lines, without vectors that are shorter than their transform."""
+    # Without outliers their deviation makes no difference: once is enough.
+    cases = [Case(p, deviation) for deviation in DEVIATIONS for p in OUTLIERS]
+    cases.remove(Case(0.0, DEVIATIONS[1]))
+    lines = [Line(case, method) for case in cases for method in METHODS]
+    work = [(x, size) for x in lines for size in SIZES if (x.method.points or 0) <= size]
     for line, size in track(work, "measuring", console=console):
-        measure(line, size, args.pairs, args.draws, args.seed)
+        measure(line, size)
     return lines
 
 
@@ -190,7 +189,7 @@ STYLES = {0: ("o", "C3"), None: ("s", "C0"), 32: ("v", "C1"), 64: ("^", "C2"), 2
 """Marker and color by the points of a method's transform."""
 
 
-def draw_picture(lines: Sequence[Line], path: Path) -> None:
+def draw_picture(lines: Sequence[Line]) -> None:
     """Draw variance over vector size, log-log: cases side by side, ways of scaling below."""
     deviation = lines[0].case.deviation
     cases = list(dict.fromkeys(x.case for x in lines if x.case.deviation == deviation))
@@ -206,8 +205,7 @@ def draw_picture(lines: Sequence[Line], path: Path) -> None:
     for axes in grid[-1]:
         axes.set_xlabel("vector size b")
     figure.suptitle(f"MXFP4 product, stochastic rounding; outliers N(0, {deviation:g}²)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(PICTURE, dpi=100)
 
 
 def _draw_panel(axes: Axes, lines: Iterator[Line]) -> None:
@@ -244,48 +242,17 @@ def table(lines: Sequence[Line]) -> Table:
     return result
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = records.parser(__doc__)
-    add = parser.add_argument
-    add("--sizes", type=int, nargs="+", metavar="B", default=SIZES, help="powers of two from 32")
-    add("--outliers", type=float, nargs="+", metavar="P", default=OUTLIERS, help="their shares")
-    add(
-        "--deviations", type=float, nargs="+", metavar="SIGMA", default=DEVIATIONS,
-        help="of outliers; the picture shows the first",
-    )  # fmt: skip
-    add("--pairs", type=int, default=4096, help="number of pairs of vectors (default: 4096)")
-    add("--draws", type=int, default=4, help="roundings per pair (default: 4)")
-    add("--seed", type=int, default=1234)
-    add("--threads", type=int, default=1, help="number of torch's threads (default: 1)")
-    add("--output", type=Path, default=RESULT, metavar="FILE.json")
-    add("--picture", type=Path, default=PICTURE, metavar="FILE.png")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON and the picture."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if len(args.sizes) < 2 or any(s < BLOCK or s & (s - 1) for s in args.sizes):
-        parser.error(f"--sizes: give two or more powers of two from {BLOCK}")
-    if args.pairs < 2 or args.draws < 2:
-        parser.error("--pairs and --draws: a variance needs two or more")
-    torch.set_num_threads(args.threads)
-    # Without outliers their deviation makes no difference: once is enough.
-    cases = [
-        Case(p, deviation)
-        for number, deviation in enumerate(args.deviations)
-        for p in args.outliers
-        if p or not number
-    ]
+    records.parser(__doc__).parse_args(argv)
+    torch.set_num_threads(1)
     start, console = time.monotonic(), Console()
-    lines = run(cases, args, console)
+    lines = run(console)
     console.print(table(lines))
-    arguments = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
     arithmetic = f"reference: {_NO_COMPILER}" if _NO_COMPILER else "compiled"
     described = records.description(threads=torch.get_num_threads(), arithmetic=arithmetic)
-    head = {"machine": described, "arguments": arguments}
+    head = {"machine": described, "pairs": PAIRS, "draws": DRAWS, "seed": SEED}
     head["seconds"] = round(time.monotonic() - start)
-    records.write(args.output, head, lines=[line.as_json() for line in lines])
-    draw_picture(lines, args.picture)
-    console.print(f"{args.output}\n{args.picture}")
+    records.write(RESULT, head, lines=[line.as_json() for line in lines])
+    draw_picture(lines)
+    console.print(f"{RESULT}\n{PICTURE}")

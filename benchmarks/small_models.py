@@ -104,14 +104,12 @@ def table(rows: Sequence[dict]) -> Table:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON."""
     parser = records.parser(__doc__)
-    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     records.add_output(parser, "small-models")
     args = parser.parse_args(argv)
     begin, rows = time.monotonic(), []
-    for width in args.widths:
-        for tokens in args.tokens:
+    for width in WIDTHS:
+        for tokens in TOKENS:
             rows += run(Shape(width, tokens), args.contenders)
             runner.write(args.output, rows, begin)
     Console(width=150).print(table(rows))

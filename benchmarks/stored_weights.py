@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import training_steps
-from benchmarks.training_steps import PATIENCE_S, cases_file, run_cases, train
+from benchmarks.training_steps import cases_file, run_cases, train
 
-WARMUP = 2
-"""Steps before those that count: compilation, the optimizer's moments, the first gather."""
+WARMUP, COUNTED = 2, 5
+"""Steps before those that count (compilation, moments, the first gather), and their number."""
 DECLARED = cases_file("stored_weights")
 MODELS, COMMON = DECLARED["models"], DECLARED["common"]
 ROWS = {
@@ -134,12 +134,12 @@ def measure(name: str, args: argparse.Namespace, more: list[str]) -> dict[str, A
     words = [
         *(MODELS[args.model] + COMMON + ROWS[name]).split(), "--micro-batch-size", str(size),
         "--global-batch-size", str(size * args.gpus),
-        "--train-iters", str(WARMUP + args.steps + 1), *more,
+        "--train-iters", str(WARMUP + COUNTED + 1), *more,
     ]  # fmt: skip
     row = {"row": name, "model": args.model, "micro_batch_size": size, "arguments": words}
     with tempfile.TemporaryDirectory() as folder:
         rank = ["stored_weights", "--rank-in", folder, "--", *words]
-        row |= train("benchmarks/__main__.py", rank, args.gpus, patience=args.patience)
+        row |= train("benchmarks/__main__.py", rank, args.gpus)
         if "error" in row:
             return row
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
@@ -172,8 +172,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="llama3.2-1b")
     parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5, help="that count")
-    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="most seconds per row")
     parser.add_argument("--cpu", action="store_true", help="the tiny model")
     args = parser.parse_args(ours)
     if args.cpu:

@@ -205,11 +205,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "lm_loss" in line]
 
 
-def ended_well(row: Mapping[str, Any]) -> bool:
-    """Return True if a row has figures; rows of earlier versions have ``failed`` for an error."""
-    return not {"error", "failed"} & row.keys()
-
-
 def cases_parser(doc: str | None, seconds: float, only: bool = False) -> argparse.ArgumentParser:
     """Return the parser of a benchmark of cases, for ``run_cases``."""
     parser = records.parser(doc)
@@ -217,7 +212,6 @@ def cases_parser(doc: str | None, seconds: float, only: bool = False) -> argpars
         "--only", nargs="+", required=only, metavar="PART", help="names of cases, or parts of names"
     )
     parser.add_argument("--repeat", type=int, default=1, help="rows of each case (default: 1)")
-    parser.add_argument("--stop", action="store_true", help="stop at the first error")
     parser.add_argument("--seconds", type=float, default=seconds, help="start no case after these")
     parser.add_argument("--list", action="store_true", help="name the cases that are left, and end")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
@@ -244,7 +238,7 @@ def run_cases(
         args: of ``cases_parser``.
         gpus: number of GPUs, for the record.
         devices: numbers of GPUs; None: each case sees all of them.
-        name_of: the case of a row, also in files of earlier versions.
+        name_of: the case of a row.
         gpus_of: number of devices that a case takes.
         head: more of the record.
     """
@@ -252,7 +246,7 @@ def run_cases(
     chosen = [name for name in cases if not args.only or any(
         word == name or (word not in cases and word in name) for word in args.only
     )]  # fmt: skip
-    done = Counter(name_of(row) for row in rows if ended_well(row))
+    done = Counter(name_of(row) for row in rows if "error" not in row)
     left = [name for turn in range(args.repeat) for name in chosen if done[name] <= turn]
     if args.list:
         print(*left, sep="\n")
@@ -260,26 +254,24 @@ def run_cases(
     free: Queue[str | None] = Queue()
     for device in devices:
         free.put(device)
-    taking, keeping, stopped = Lock(), Lock(), []
+    taking, keeping = Lock(), Lock()
 
     def add(name: str) -> bool:
         nonlocal rows
         with taking:  # a case that waits for two devices is not overtaken
             taken = [free.get() for _ in range(gpus_of(cases[name]))]
         try:
-            if time.monotonic() - begin > args.seconds or stopped:
+            if time.monotonic() - begin > args.seconds:
                 return False
             row = run(cases[name], None if taken[0] is None else ",".join(map(str, taken)))
         finally:
             for device in taken:
                 free.put(device)
         row = {"case": name, "date": date.today().isoformat(), **row}
-        if args.stop and "error" in row:
-            stopped.append(name)
         with keeping:
             shown = {key: value for key, value in row.items() if key not in _LONG}
             print(shown, flush=True)
-            rows = [other for other in rows if name_of(other) != name or ended_well(other)]
+            rows = [other for other in rows if name_of(other) != name or "error" not in other]
             rows.append(row)
             records.write(
                 args.output, {"machine": records.description(gpus=gpus), **head}, rows=rows

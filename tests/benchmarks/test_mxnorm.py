@@ -63,7 +63,7 @@ def test_layers(monkeypatch):
     for name, value in (("TOKENS", [32]), ("BATCHES", (2,)), ("RECIPES", ("mxfp8",))):
         monkeypatch.setattr(mxnorm, name, value)
     monkeypatch.setattr(mxnorm, "LAYERS", 1)
-    (rows,) = mxnorm.measure(LIMITS, ["layer"], [])
+    (rows,) = mxnorm.measure(LIMITS, ["layer"])
     assert {row["contender"] for row in rows} == {"MXNorm", "RMSNorm"}
     assert all(row["median_ms"] > 0 and row["tokens"] == 32 for row in rows)
     assert not torch.distributed.is_initialized()
