@@ -20,14 +20,7 @@ import torch
 from benchmarks import training_steps
 from benchmarks.model import VOCABULARY
 from benchmarks.records import current
-from benchmarks.training_steps import (
-    HYBRID,
-    OURS,
-    cases_file,
-    run_cases,
-    tokens_of,
-    train,
-)
+from benchmarks.training_steps import HYBRID, OURS, cases_file, run_cases, tokens_of, train
 
 ITERATIONS, COUNTED = 12, 6
 """Iterations of a run, and the last ones that count: the first ones compile kernels."""

@@ -75,10 +75,7 @@ def _timed(step: Step, flush: Tensor | None = None) -> Stopwatch:
 
 
 def measure(
-    steps: dict[str, Step],
-    seconds: float = 0.15,
-    flush: int = FLUSH_BYTES,
-    most: int = MOST,
+    steps: dict[str, Step], seconds: float = 0.15, flush: int = FLUSH_BYTES, most: int = MOST
 ) -> dict[str, list[list[float]]]:
     """Time every repetition of every step; return the laps in ms.
 

@@ -16,11 +16,7 @@ from megatron_lowbit.kernels.engine import Engine, Into, Pairs, ScaleAmax
 from megatron_lowbit.kernels.gemm import folded_pair, multiply, plain
 from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
-from megatron_lowbit.kernels.launch_sections import (
-    quantize_sections,
-    takes_request,
-    takes_sections,
-)
+from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_request, takes_sections
 from megatron_lowbit.kernels.means import quantize_residuals, splits_mean, with_means
 from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.operand_group import representative_operand

@@ -23,12 +23,7 @@ from megatron_lowbit.kernels.grouped_kernels import (
 )
 from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launcher
 from megatron_lowbit.kernels.of_counts import Numbers, OfCounts, smaller_of, sum_of, unless_empty
-from megatron_lowbit.kernels.operand_group import (
-    Matrices,
-    OperandGroup,
-    decode,
-    matrices_of,
-)
+from megatron_lowbit.kernels.operand_group import Matrices, OperandGroup, decode, matrices_of
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import Table
 from megatron_lowbit.kernels.split import ColumnSlices, RowSlices, SeparateMatrices

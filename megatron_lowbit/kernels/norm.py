@@ -133,11 +133,7 @@ def statistic(norm: MXNorm | RMSNorm, block: int) -> tuple[int, float, float]:
 
 
 def row_side(
-    request: Request,
-    x: Tensor,
-    amax: Tensor | None,
-    form: Form,
-    out: QuantizedTensor | None = None,
+    request: Request, x: Tensor, amax: Tensor | None, form: Form, out: QuantizedTensor | None = None
 ) -> tuple[QuantizeSpec, tuple, QuantizedTensor | ExactBF16]:
     """Return the constexpr that quantizes rows like x's, a kernel's arguments, and the operand.
 

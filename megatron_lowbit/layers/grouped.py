@@ -53,11 +53,7 @@ class GroupContext:
     keys: Sequence[Key] = ()
 
     def quantize(
-        self,
-        xs: Sequence[Tensor],
-        role: Role,
-        row: Gemm | None,
-        col: Gemm | None,
+        self, xs: Sequence[Tensor], role: Role, row: Gemm | None, col: Gemm | None
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Quantize each layer's x (R, C), as :meth:`LinearContext.quantize` does."""
         rows = self._requests(row, role)

@@ -117,10 +117,7 @@ class _LowbitLinear(torch.autograd.Function):
         operand: Operand | None,
         amax: Tensor | None,
     ) -> Tensor:
-        needs = (
-            context.training and x.requires_grad,
-            context.training and weight.requires_grad,
-        )
+        needs = (context.training and x.requires_grad, context.training and weight.requires_grad)
         y, saved = forward_linear(context, x, weight, bias, operand, needs, amax)
         tensors: list[Tensor] = []
         ctx.saved = [flatten(part, tensors) for part in saved]

@@ -94,7 +94,7 @@ def fused_loss(args: Namespace) -> Rows:
     return {
         f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion": (
             name in LOSSES and not args.cross_entropy_loss_fusion
-        ),
+        )
     }
 
 

@@ -54,11 +54,7 @@ from megatron_lowbit.megatron.layers.state import (
 )
 from megatron_lowbit.megatron.loss import use_loss
 from megatron_lowbit.megatron.run import workarounds
-from megatron_lowbit.megatron.run.errors import (
-    gather_from_ranks,
-    raise_on_all_ranks,
-    say_on_rank_0,
-)
+from megatron_lowbit.megatron.run.errors import gather_from_ranks, raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.megatron.run.load_source import LoadSource
 from megatron_lowbit.megatron.run.records import record_recipe
 from megatron_lowbit.megatron.run.resumed_schedule import follow_schedule_arguments

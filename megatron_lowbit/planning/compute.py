@@ -14,14 +14,7 @@ from megatron_lowbit.kernels.support import kernel_of
 from megatron_lowbit.numerics import Quantizer, Request, Rounding
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
 from megatron_lowbit.numerics.plan import Moment, Source
-from megatron_lowbit.planning.device import (
-    ADDS_PRODUCTS,
-    BF16,
-    FOLDED,
-    FP32,
-    Device,
-    operand_bytes,
-)
+from megatron_lowbit.planning.device import ADDS_PRODUCTS, BF16, FOLDED, FP32, Device, operand_bytes
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.model import (
     Amounts,

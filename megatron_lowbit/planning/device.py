@@ -13,11 +13,7 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tile
 from megatron_lowbit.numerics.gemms import Gemm
 from megatron_lowbit.planning.hardware import GPU, SCANS
 from megatron_lowbit.recipes import LinearPrecision
-from megatron_lowbit.transformer_engine.native import (
-    folds_on_hopper,
-    layer_recipe,
-    native_recipe,
-)
+from megatron_lowbit.transformer_engine.native import folds_on_hopper, layer_recipe, native_recipe
 
 BF16, FP32 = 2, 4
 GIB = 2**30

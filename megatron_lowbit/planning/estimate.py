@@ -16,12 +16,7 @@ import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
 from megatron.training.training import num_floating_point_operations
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_lowbit.planning.compute import (
-    Passes,
-    gradient_bytes,
-    head_times,
-    part_times,
-)
+from megatron_lowbit.planning.compute import Passes, gradient_bytes, head_times, part_times
 from megatron_lowbit.planning.device import BF16, Device
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.layouts import Layout

@@ -127,9 +127,7 @@ def rank_memory(
     if is_last:  # which has the output layer
         is_exact = device.of_head.gemm(head.precision, Gemm.FPROP) == EXACT
         held["quantized weights"] += sum(quantized_weight_bytes(head, is_exact))
-    moments = {
-        "backward of a layer": held + recomputed + _backward_of_a_layer(args, parts, device),
-    }
+    moments = {"backward of a layer": held + recomputed + _backward_of_a_layer(args, parts, device)}
     if is_last:
         logits = tokens_of(args) * head.outputs
         # Cross-entropy copies BF16 logits to FP32, and back in the backward pass, unless it is

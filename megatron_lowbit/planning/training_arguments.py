@@ -16,11 +16,7 @@ from functools import cache
 
 from megatron_lowbit.arguments.cpu import needs_one_connection
 from megatron_lowbit.arguments.parse import REFUSALS, environment, in_one_line
-from megatron_lowbit.arguments.parser import (
-    add_own_arguments,
-    front_parser,
-    read_command_line,
-)
+from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import Machine, translate_precision
 from megatron_lowbit.arguments.values import check_values
 from megatron_lowbit.command_line import CommandParser

@@ -38,10 +38,7 @@ LINEAR_LAYERS = {
         "self_attention.linear_proj",
     ),
     "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
-    "E": (
-        "mlp.experts.local_experts.0.linear_fc1",
-        "mlp.experts.local_experts.0.linear_fc2",
-    ),
+    "E": ("mlp.experts.local_experts.0.linear_fc1", "mlp.experts.local_experts.0.linear_fc2"),
 }
 """Linear layers of a hybrid's blocks, by the symbol in a pattern; of all experts the first."""
 _PREDICTIONS, _STAGE = "/", "|"

@@ -10,11 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lowbit.collectives.all_reduce_norm import (
-    AllReduceNorm,
-    Result,
-    all_reduce_rms_norm,
-)
+from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm, Result, all_reduce_rms_norm
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 

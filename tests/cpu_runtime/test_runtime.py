@@ -42,8 +42,7 @@ def test_only_megatron_gets_the_cpu_for_cuda(creation):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"),
-    [(torch.float32, "FloatTensor"), (torch.bfloat16, "BFloat16Tensor")],
+    ("dtype", "name"), [(torch.float32, "FloatTensor"), (torch.bfloat16, "BFloat16Tensor")]
 )
 def test_only_megatrons_optimizers_see_cuda_types(dtype, name):
     scope = {"__name__": "megatron.core.optimizer.optimizer", "x": torch.zeros(1, dtype=dtype)}

@@ -11,13 +11,7 @@ import results
 import steps
 from matplotlib.figure import Figure
 
-SPEEDS = {
-    steps.BF16: 1000,
-    steps.OWN_FP8: 800,
-    "fp8-tile": 1200,
-    "nvfp4": 900,
-    "quartet2": 700,
-}
+SPEEDS = {steps.BF16: 1000, steps.OWN_FP8: 800, "fp8-tile": 1200, "nvfp4": 900, "quartet2": 700}
 IN_GRAPHS = dict(zip(steps.CHOICES, (1100, 1375, 1500, 1650, 2200), strict=True))
 """Of README's picture; H200s are not faster."""
 

@@ -10,14 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
-from tiny_run import (
-    ENVIRONMENT,
-    ROOT,
-    Result,
-    arguments_for,
-    run_script,
-    write_corpus,
-)
+from tiny_run import ENVIRONMENT, ROOT, Result, arguments_for, run_script, write_corpus
 
 import tests.imported  # noqa: F401  before objects are exempt from garbage collection
 from megatron_lowbit.errors import exit_on_user_error

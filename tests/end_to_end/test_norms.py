@@ -1,14 +1,7 @@
 """Runs with MXNorm, and with norms that are fused with an all-reduce."""
 
 import pytest
-from tiny_run import (
-    FULL_RECOMPUTATION,
-    HYBRID,
-    ONE_MICROBATCH,
-    done,
-    losses,
-    saved_tensors,
-)
+from tiny_run import FULL_RECOMPUTATION, HYBRID, ONE_MICROBATCH, done, losses, saved_tensors
 
 MXNORM = ("--normalization", "MXNorm")
 SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1, *ONE_MICROBATCH)

@@ -125,8 +125,7 @@ def two_ranks(memory, corpus, run_ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["nvfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "tp2"))],
+    "name", ["nvfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "tp2"))]
 )
 def test_two_ranks_train_as_with_bf16_weights(two_ranks, name):
     folder = two_ranks(name)

@@ -5,15 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny_run import (
-    ENVIRONMENT,
-    ROOT,
-    arguments_for,
-    check_same_tensors,
-    done,
-    start_from,
-    steps,
-)
+from tiny_run import ENVIRONMENT, ROOT, arguments_for, check_same_tensors, done, start_from, steps
 
 pytestmark = pytest.mark.gpu
 STORED = "--quantized-param-gather"

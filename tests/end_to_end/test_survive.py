@@ -18,16 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
-from tiny_run import (
-    ENVIRONMENT,
-    HYBRID,
-    ONE_MICROBATCH,
-    ROOT,
-    arguments_for,
-    done,
-    refused,
-    steps,
-)
+from tiny_run import ENVIRONMENT, HYBRID, ONE_MICROBATCH, ROOT, arguments_for, done, refused, steps
 
 from megatron_lowbit.storage.files import TRACKER, last_saved, write_tracker
 from megatron_lowbit.storage.lock import LOCK, FolderLock

@@ -224,10 +224,7 @@ def test_shard(quantizer):
 
 @pytest.mark.parametrize(
     ("key", "format"),
-    [
-        ("nvfp4_1x16", "nvfp4"),
-        pytest.param("nvfp4_16x16", "nvfp4-2d", marks=pytest.mark.slow),
-    ],
+    [("nvfp4_1x16", "nvfp4"), pytest.param("nvfp4_16x16", "nvfp4-2d", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", INPUTS)
 def test_golden_codes(name, key, format):

@@ -17,12 +17,7 @@ from megatron_lowbit.layers import (
 from megatron_lowbit.layers.grouped import can_group
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.numerics import AmaxHistory
-from megatron_lowbit.recipes import (
-    OPERANDS,
-    LinearPrecision,
-    load_recipe,
-    shipped_recipes,
-)
+from megatron_lowbit.recipes import OPERANDS, LinearPrecision, load_recipe, shipped_recipes
 
 CHANGED = "modified by an inplace operation"
 ENGINE = ReferenceEngine("tests")

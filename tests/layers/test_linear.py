@@ -12,11 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, LinearContext, lowbit_linear, operands
 from megatron_lowbit.layers.context import draw_key
-from megatron_lowbit.numerics import (
-    Operand,
-    derive_key,
-    quantize,
-)
+from megatron_lowbit.numerics import Operand, derive_key, quantize
 from megatron_lowbit.recipes import HIGH_PRECISION, GemmPrecision, load_recipe
 
 ENGINE = ReferenceEngine("tests")

@@ -28,8 +28,7 @@ QUARTET2 = LinearPrecision(
     *[GemmPrecision(BACKWARD, BACKWARD, ROTATION, requantizes_rhs=True)] * 2,
 )
 FIXED = LinearPrecision(
-    GemmPrecision(FORWARD, FORWARD),
-    *[GemmPrecision(FORWARD, FORWARD, requantizes_rhs=True)] * 2,
+    GemmPrecision(FORWARD, FORWARD), *[GemmPrecision(FORWARD, FORWARD, requantizes_rhs=True)] * 2
 )
 
 

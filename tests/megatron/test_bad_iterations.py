@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.errors import TrainingError, UserError
-from megatron_lowbit.megatron.run.bad_iterations import (
-    NOTES,
-    read_notes,
-    skip_bad_iterations,
-)
+from megatron_lowbit.megatron.run.bad_iterations import NOTES, read_notes, skip_bad_iterations
 
 NOT_FINITE = RuntimeError("Rank 0: Unexpected result nan on iteration #7")
 

@@ -117,10 +117,7 @@ def test_every_layer_and_the_same_training(folder_of, model):
 NORMS = {
     "dense": (["input_layernorm", "pre_mlp_layernorm"] * 4, ()),
     "hybrid": (["norm", "pre_mlp_layernorm", "input_layernorm", "norm"], ()),
-    "mxnorm": (
-        ["self_attention.linear_qkv", "mlp.linear_fc1"] * 4,
-        ("--mxnorm",),
-    ),
+    "mxnorm": (["self_attention.linear_qkv", "mlp.linear_fc1"] * 4, ("--mxnorm",)),
 }
 
 

@@ -113,10 +113,7 @@ def scheduler(**changes) -> OptimizerParamScheduler:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"wd_incr_steps": 200},
-            "--train-iters or --train-samples: .* 200 in this run, but 100",
-        ),
+        ({"wd_incr_steps": 200}, "--train-iters or --train-samples: .* 200 in this run, but 100"),
         ({"lr_decay_steps": 200}, "--lr-decay-iters .* by default --train-iters .* 200 in"),
         ({"lr_warmup_steps": 20}, "--lr-warmup-iters, .* is 20 in this run, but 0 in"),
         ({"lr_decay_style": "cosine"}, "--lr-decay-style: .* is cosine in this run, but linear in"),

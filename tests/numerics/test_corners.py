@@ -5,14 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_lowbit.numerics import (
-    FORMATS,
-    Draw,
-    Quantizer,
-    Rounding,
-    format_by_name,
-    quantize,
-)
+from megatron_lowbit.numerics import FORMATS, Draw, Quantizer, Rounding, format_by_name, quantize
 from tests.marks import others_slow
 from tests.numerics.conftest import assert_same, bits
 

@@ -5,11 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_lowbit.numerics.hadamard import (
-    FIXED_SIGNS_16,
-    Hadamard,
-    hadamard_transform,
-)
+from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16, Hadamard, hadamard_transform
 from megatron_lowbit.numerics.randomness import derive_key, philox4x32
 from tests.marks import others_slow
 

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from megatron_lowbit.numerics import FORMATS, Quantizer
-from megatron_lowbit.numerics.mxnorm import (
-    MXNorm,
-    absmax_constant,
-    mean_rounded,
-    rms_of_rounded,
-)
+from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, mean_rounded, rms_of_rounded
 from megatron_lowbit.numerics.rmsnorm import tree_sum
 
 

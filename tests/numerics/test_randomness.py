@@ -29,12 +29,7 @@ def philox_in_integers(counter: list[int], key: list[int]) -> list[int]:
     c, k = list(counter), list(key)
     for _ in range(10):
         left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [
-            (right >> 32) ^ c[1] ^ k[0],
-            right & MASK,
-            (left >> 32) ^ c[3] ^ k[1],
-            left & MASK,
-        ]
+        c = [(right >> 32) ^ c[1] ^ k[0], right & MASK, (left >> 32) ^ c[3] ^ k[1], left & MASK]
         k = [(k[0] + 0x9E3779B9) & MASK, (k[1] + 0xBB67AE85) & MASK]
     return c
 

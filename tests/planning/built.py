@@ -32,10 +32,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.training.training import (
-    get_megatron_ddp_config,
-    get_megatron_optimizer_config,
-)
+from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA_8B = f"@{EXAMPLES}/llama3-8b.args --vocab-size 128256"

@@ -136,10 +136,7 @@ def test_a_rule_without_a_layer_is_refused_and_changes_nothing():
             load_recipe("nvfp4", ["switches.heal={iteration: 3, to: bf16, part: all}"]),
             "recipe nvfp4 has switches",
         ),
-        (
-            load_recipe("nvfp4", "output_layer=fp8-tile"),
-            "recipe nvfp4 has an output_layer",
-        ),
+        (load_recipe("nvfp4", "output_layer=fp8-tile"), "recipe nvfp4 has an output_layer"),
         ("nvpf4", "did you mean nvfp4"),
     ],
 )

@@ -166,10 +166,7 @@ def test_a_recipe_that_a_checkpoint_names(trap):
     "name, end",
     [
         ("nvpf4", "'nvpf4'; did you mean nvfp4, nvfp4-2d?"),
-        (
-            "posit",
-            f"'posit'; there are {', '.join(FORMATS)}",
-        ),
+        ("posit", f"'posit'; there are {', '.join(FORMATS)}"),
     ],
 )
 def test_an_unknown_format(name, end):

@@ -6,12 +6,7 @@ import pytest
 
 from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipe
-from megatron_lowbit.recipes.matchers import (
-    BlocksMatcher,
-    GlobMatcher,
-    RegexMatcher,
-    count_blocks,
-)
+from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher, count_blocks
 from tests.recipes.conftest import refused
 
 NAMES = (

@@ -160,10 +160,7 @@ def test_combined_with_overrides(capsys):
         capsys=capsys,
     )  # fmt: skip
     rows = [line[3:] for line in lines if len(line) > 3]
-    assert rows[1:3] == [
-        ["fprop", "input", "fp8-1x128-e4m3 pow2", "8.25"],
-        [*HIGH[1]],
-    ]
+    assert rows[1:3] == [["fprop", "input", "fp8-1x128-e4m3 pow2", "8.25"], [*HIGH[1]]]
     assert ["wgrad", "both", "RHT-32 fp32 signs fresh"] in rows
     assert {line[2] for line in lines if len(line) > 3} == {"matcher", "linears / linears"}
 

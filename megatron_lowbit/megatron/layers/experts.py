@@ -16,11 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.moe.experts import (
-    GroupedMLPSubmodules,
-    SequentialMLP,
-    TEGroupedMLP,
-)
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 

@@ -73,9 +73,7 @@ def dry_run(args: Namespace) -> None:
 
 
 def model_stages(
-    args: Namespace,
-    on_gpus: Namespace | None = None,
-    capability: tuple[int, int] | None = None,
+    args: Namespace, on_gpus: Namespace | None = None, capability: tuple[int, int] | None = None
 ) -> list[Stage]:
     """Build the first rank of each pipeline stage.
 
