@@ -224,43 +224,17 @@ def summary(rows: Sequence[dict]) -> Table:
     return shown
 
 
-def draw(rows: Sequence[dict], file: Path) -> None:
-    """Draw microseconds over bytes, with the bound."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, hidden in zip(figure.subplots(1, len(HIDDEN), sharey=True), HIDDEN, strict=True):
-        mine = [row for row in rows if row["hidden"] == hidden]
-        ours = [row for row in mine if row["contender"] == OURS]
-        sizes = sorted((row["rows"], row["bytes"], row["bound_us"]) for row in ours)
-        for name in (OURS, NCCL, SYMMETRIC):
-            times = best(mine, name)
-            axes.plot([s[1] for s in sizes], [times[hidden, s[0]] for s in sizes], "o-", label=name)
-        axes.plot([s[1] for s in sizes], [s[2] for s in sizes], "k--", label="bound: the link")
-        axes.set(xscale="log", yscale="log", xlabel="bytes of x", title=f"hidden {hidden}")
-        axes.grid(True, alpha=0.3)
-    axes.legend()
-    figure.supylabel("µs")
-    figure.savefig(file, dpi=120)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure on all ranks and write the JSON, or summarize one."""
     parser = records.parser(__doc__)
     parser.add_argument(
         "--summary", type=Path, metavar="FILE.json", help="summarize the results of another run"
     )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE.png", help="picture to draw, with --summary"
-    )
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     console = Console(width=120)
     if args.summary is not None:
-        rows = records.read(args.summary)
-        console.print(summary(rows))
-        if args.picture is not None:
-            draw(rows, args.picture)
+        console.print(summary(records.read(args.summary)))
         return
     begin = time.monotonic()
     dist.init_process_group("nccl")

@@ -8,7 +8,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import FORMATS, Quantizer, Rounding, format_by_name
 from megatron_lowbit.numerics.randomness import Draw
 from megatron_lowbit.recipes import load_recipe, load_recipes
-from megatron_lowbit.recipes.load import apply_override, read_recipe, shipped_recipes
+from megatron_lowbit.recipes.load import apply_override, read_recipe
 
 TENSOR, FOLDS, READ = "tensor scale", "scales that fold", "no GEMM"
 IDLE = [
@@ -87,11 +87,6 @@ def test_fields_of_its_own_pass_are_accepted():
     combined = load_recipes(["fp8-tile", "mxfp4-backward"], overrides)
     assert combined.configs["fp8"].fprop.lhs.format.scale_format == "fp32"
     assert combined.backward.configs["mxfp4"].dgrad.lhs.rounding is Rounding.NEAREST_EVEN
-
-
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_recipes_have_no_such_field(name):
-    load_recipe(name)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Rounding
+from megatron_lowbit.numerics import FORMATS, Quantizer, Rounding
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
     GemmPrecision,
@@ -18,7 +18,7 @@ from megatron_lowbit.recipes import (
     load_recipe,
     shipped_recipes,
 )
-from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher
+from megatron_lowbit.recipes.matchers import BlocksMatcher, RegexMatcher
 from megatron_lowbit.study.sensitivity import keep_in_high_precision, most_sensitive
 from tests.recipes.conftest import refused
 
@@ -69,27 +69,6 @@ def test_a_file_of_ones_own_may_be_named_as_that_of_several(tmp_path, text):
         load_recipe(file)
     file.write_text((ROOT / "recipes" / "mxfp8.yaml").read_text())
     assert load_recipe(file) == load_recipe("mxfp8")
-
-
-def test_nvfp4_builds():
-    """Section 4 of the NVFP4 paper: 2D weights, SR on gradients, RHT-16 on wgrad, 2 + 8 of 62."""
-    recipe = load_recipe("nvfp4")
-    gradient = Quantizer(ROWS, STOCHASTIC)
-    weight, activation = Quantizer(SQUARE, NEAREST), Quantizer(ROWS, NEAREST)
-    assert recipe.configs == {
-        "nvfp4": LinearPrecision(
-            fprop=GemmPrecision(activation, weight, tensor_scale="shard"),
-            dgrad=GemmPrecision(gradient, weight, tensor_scale="shard"),
-            wgrad=GemmPrecision(
-                gradient, activation, Hadamard(16, "fixed", "bf16"), tensor_scale="shard"
-            ),
-        ),
-        "bf16": HIGH_PRECISION,
-    }
-    assert list(recipe.matchers.items()) == [
-        ("bf16_blocks", ends(Fraction(2, 62), Fraction(8, 62))),
-        ("linears", GlobMatcher(config="nvfp4", enabled=True, pattern="*")),
-    ]
 
 
 def test_file_by_path(tmp_path):
