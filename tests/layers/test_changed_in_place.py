@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from one_layer import ENGINE, history, precision_of
 from torch import nn
 
-from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import (
     GroupContext,
     LinearContext,
@@ -16,11 +16,9 @@ from megatron_lowbit.layers import (
 )
 from megatron_lowbit.layers.grouped import can_group
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
-from megatron_lowbit.numerics import AmaxHistory
-from megatron_lowbit.recipes import OPERANDS, LinearPrecision, load_recipe, shipped_recipes
+from megatron_lowbit.recipes import LinearPrecision, load_recipe, shipped_recipes
 
 CHANGED = "modified by an inplace operation"
-ENGINE = ReferenceEngine("tests")
 PRECISIONS = {
     f"{name} {config}": precision
     for name in shipped_recipes()
@@ -31,9 +29,8 @@ each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=P
 
 
 def context_of(precision: LinearPrecision, **options) -> LinearContext:
-    length = precision.history_length
-    history = AmaxHistory(len(OPERANDS), length, torch.device("cpu")) if length else None
-    return LinearContext(precision, ENGINE, key=3, amax_history=history, **options)
+    known = history(precision.history_length) if precision.history_length else None
+    return LinearContext(precision, ENGINE, key=3, amax_history=known, **options)
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -102,7 +99,7 @@ def test_weight_that_backward_does_not_multiply(precision):
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp4-backward", "fp8-tile", "qat-nvfp4"])
 @pytest.mark.parametrize("together", [False, True])
 def test_changed_experts(recipe, together):
-    (precision,) = (p for p in load_recipe(recipe).configs.values() if p.quantized)
+    precision = precision_of(recipe)
     context = context_of(precision)
     if together and not can_group(context):
         pytest.skip("computed one by one")
@@ -115,7 +112,7 @@ def test_changed_experts(recipe, together):
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "mxfp4-backward"])
 @pytest.mark.parametrize("changed", ["gain", "weight"])
 def test_changed_norm(recipe, changed):
-    (precision,) = (p for p in load_recipe(recipe).configs.values() if p.quantized)
+    precision = precision_of(recipe)
     if recipe == "mxfp4-backward":
         precision = replace(precision, fprop=load_recipe("mxfp4").configs["mxfp4"].fprop)
     tensors = {"x": leaf(32, 64), "gain": leaf(64, seed=1), "weight": leaf(48, 64, seed=2)}

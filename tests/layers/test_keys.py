@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from one_layer import leaves, precision_of, run
 
 from megatron_lowbit.kernels import launch
-from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import LinearContext, Shards, lowbit_linear
+from megatron_lowbit.layers import Shards
 from megatron_lowbit.numerics import (
     FORMATS,
     Draw,
@@ -19,7 +19,7 @@ from megatron_lowbit.numerics import (
     quantize_both,
 )
 from megatron_lowbit.numerics.randomness import key_table, operand_key, sign_key
-from megatron_lowbit.recipes import OPERANDS, load_recipe
+from megatron_lowbit.recipes import OPERANDS
 from tests.kernels.test_quantize import DEVICE, check_same, values
 
 KEY = 2**63 + 12345
@@ -39,15 +39,8 @@ def test_the_table_lists_the_same_keys():
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4-backward"])
 def test_a_layer_draws_the_same_bits(recipe):
-    precision = next(c for c in load_recipe(recipe).configs.values() if c.quantized)
-    generator = torch.Generator().manual_seed(3)
-    x, weight, dy = (torch.randn(s, generator=generator) for s in ((64, 96), (48, 96), (64, 48)))
-    results = []
-    for key in (KEY, table(), table(KEY + 1)):
-        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        y = lowbit_linear(x, weight, LinearContext(precision, ReferenceEngine("tests"), key))
-        y.backward(dy)
-        results.append((y.detach(), x.grad, weight.grad))
+    tensors, keys = leaves(64, 48, 96), (KEY, table(), table(KEY + 1))
+    results = [run(*tensors, precision_of(recipe), key=key) for key in keys]
     assert all(torch.equal(a, b) for a, b in zip(*results[:2], strict=True))
     assert not torch.equal(results[0][2], results[2][2])
 

@@ -1,47 +1,38 @@
 """Delayed scaling in the linear layer: what is recorded, when, and what scales are made of it."""
 
+import one_layer
 import pytest
 import torch
+from one_layer import ENGINE, history, precision_of
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.numerics import AmaxHistory, Hadamard, hadamard_transform
-from megatron_lowbit.recipes import OPERANDS, load_recipe
+from megatron_lowbit.numerics import Hadamard, hadamard_transform
+from megatron_lowbit.recipes import OPERANDS
 
-ENGINE = ReferenceEngine("tests")
 M, N, K = 24, 40, 56
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 DTYPES = {E4M3_MAX: torch.float8_e4m3fn, E5M2_MAX: torch.float8_e5m2}
 MAXES = {"input": E4M3_MAX, "weight": E4M3_MAX, "grad": E5M2_MAX}
 
 
-def precision(*overrides, name="fp8-delayed"):
-    return next(c for c in load_recipe(name, overrides).configs.values() if c.quantized)
-
-
-HYBRID = precision("amax_history={length: 3, just_in_time: 2}")
+SHORT = "amax_history={length: 3, just_in_time: 2}"
+HYBRID = precision_of("fp8-delayed", SHORT)
 # dgrad's weight in another format than fprop's: else one weight serves both, and one is recorded.
-ALL_SIX = precision("dgrad.weight.scale_format=pow2", "amax_history={length: 3, just_in_time: 2}")
-
-
-def history(length=16):
-    return AmaxHistory(len(OPERANDS), length, torch.device("cpu"))
+ALL_SIX = precision_of("fp8-delayed", "dgrad.weight.scale_format=pow2", SHORT)
 
 
 def leaves():
-    generator = torch.Generator().manual_seed(9)
-    x, weight, dy = (torch.randn(s, generator=generator) for s in ((M, K), (N, K), (M, N)))
-    return x.requires_grad_(), weight.requires_grad_(), dy
+    return one_layer.leaves(M, N, K, seed=9)
 
 
-def forward(x, weight, how, state, **options):
-    return lowbit_linear(x, weight, LinearContext(how, ENGINE, 1, amax_history=state), **options)
+def forward(x, weight, how, state):
+    return lowbit_linear(x, weight, LinearContext(how, ENGINE, 1, amax_history=state))
 
 
 def run(x, weight, dy, how, state):
-    y = forward(x, weight, how, state)
-    return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))
+    return one_layer.run(x, weight, dy, how, amax_history=state)
 
 
 def amaxes(x, weight, dy):
@@ -81,7 +72,7 @@ def test_just_in_time():
     """As long as too few steps are known, the scale is the tensor's own: current scaling's bits."""
     x, weight, dy = leaves()
     state = history(3)
-    current = run(x, weight, dy, precision("amax_history=null"), None)
+    current = run(x, weight, dy, precision_of("fp8-delayed", "amax_history=null"), None)
     for _ in range(2):  # no step known, then one
         results = run(x, weight, dy, HYBRID, state)
         assert all(torch.equal(a, b) for a, b in zip(results, current, strict=True))
@@ -119,7 +110,9 @@ def test_average():
     state = history(3)
     for factor in (4.0, 2.0, 1.0):
         state.advance(factor * amaxes(x, weight, dy))
-    how = precision("amax_history={length: 3, algorithm: average, just_in_time: 3}")
+    how = precision_of(
+        "fp8-delayed", "amax_history={length: 3, algorithm: average, just_in_time: 3}"
+    )
     mean = ((4.0 + 2.0) / 2 + 1.0) / 2
     results = run(x, weight, dy, how, state)
     assert_close(results, by_hand(x, weight, dy, mean * amaxes(x, weight, dy)))
@@ -200,7 +193,7 @@ def test_the_recorded_amax_is_of_the_transformed_operand():
     """wgrad's, where there is a transform: that is what its scale is for."""
     x, weight, dy = leaves()
     state = history()
-    run(x, weight, dy, precision("wgrad.hadamard={size: 16}"), state)
+    run(x, weight, dy, precision_of("fp8-delayed", "wgrad.hadamard={size: 16}"), state)
     for role, t in (("input", x), ("grad", dy)):
         recorded = state.step[OPERANDS.index(("wgrad", role))]
         assert recorded == hadamard_transform(t.detach().t(), Hadamard(16)).abs().max()
@@ -211,7 +204,7 @@ def test_only_tensor_scales_are_delayed():
     """A role in a block format has neither a record nor a use for one."""
     x, weight, dy = leaves()
     state = history()
-    how = precision("input={format: mxfp8-e4m3}")
+    how = precision_of("fp8-delayed", "input={format: mxfp8-e4m3}")
     run(x, weight, dy, how, state)
     recorded = [op[1] for op, amax in zip(OPERANDS, state.step, strict=True) if amax >= 0]
     assert recorded == ["weight", "grad", "grad"]
@@ -221,7 +214,7 @@ def test_nvfp4_can_be_delayed():
     """Its tensor scale is amax / (448 * 6) of the history then."""
     x, weight, dy = leaves()
     state = history(1)
-    how = precision("amax_history={length: 1, just_in_time: 1}", name="nvfp4")
+    how = precision_of("nvfp4", "amax_history={length: 1, just_in_time: 1}")
     state.advance(torch.full((len(OPERANDS),), 7.0))
     scales = []
 

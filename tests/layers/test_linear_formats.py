@@ -3,16 +3,16 @@
 import dataclasses
 from itertools import product
 
+import one_layer
 import pytest
 import torch
+from one_layer import ENGINE, history, run
 from recording_engine import RecordingEngine
 
-from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import (
     FORMATS,
     Accumulation,
-    AmaxHistory,
     DelayedScaling,
     Hadamard,
     Quantizer,
@@ -21,33 +21,19 @@ from megatron_lowbit.numerics import (
 )
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
-    OPERANDS,
     GemmPrecision,
     LinearPrecision,
     load_recipe,
     shipped_recipes,
 )
 
-ENGINE = ReferenceEngine("tests")
 GEMMS = ("fprop", "dgrad", "wgrad")
 M, N, K = 40, 136, 160  # not all of them whole tiles, or whole blocks
 SQUARE = [name for name, f in FORMATS.items() if f.square]
 
 
-def leaves(m=M, n=N, k=K):
-    generator = torch.Generator().manual_seed(5)
-    x, weight, dy = (torch.randn(s, generator=generator) for s in ((m, k), (n, k), (m, n)))
-    return x.requires_grad_(), weight.requires_grad_(), dy
-
-
-def run(x, weight, dy, precision, **options):
-    context = LinearContext(precision, **{"key": 3, "engine": ENGINE} | options)
-    y = lowbit_linear(x, weight, context)
-    return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))
-
-
-def history() -> AmaxHistory:
-    return AmaxHistory(len(OPERANDS), 16, torch.device("cpu"))
+def leaves():
+    return one_layer.leaves(M, N, K)
 
 
 def by_roles(input=None, weight=None, grad=None) -> LinearPrecision:
@@ -199,7 +185,7 @@ def narrow_sum(lhs, rhs, every):
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_accumulation_reaches_its_gemm(gemm, format):
     """One GEMM sums narrowly, quantized or not; the other two do not change by a bit."""
-    x, weight, dy = leaves(24, 40, 56)
+    x, weight, dy = one_layer.leaves(24, 40, 56)
     quantizer = format and Quantizer(FORMATS[format])
     base = by_roles(quantizer, quantizer, quantizer)
     sums = Accumulation("bf16", 16)
@@ -222,7 +208,7 @@ def test_accumulation_reaches_its_gemm(gemm, format):
 
 def test_accumulation_and_bias_in_bf16():
     """The bias joins the FP32 total, and the result is BF16 as x is."""
-    x, weight, _ = (t.detach().bfloat16() for t in leaves(8, 16, 32))
+    x, weight, _ = (t.detach().bfloat16() for t in one_layer.leaves(8, 16, 32))
     bias = torch.linspace(-3, 3, 16).bfloat16()
     precision = LinearPrecision(GemmPrecision(accumulation=Accumulation("bf16", 8)))
     y = lowbit_linear(x, weight, LinearContext(precision, ENGINE, 0), bias=bias)

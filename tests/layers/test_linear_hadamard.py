@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import one_layer
 import pytest
 import torch
+from one_layer import ENGINE
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import LinearContext, Shards, lowbit_linear
+from megatron_lowbit.layers import Shards
 from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.numerics import (
     FORMATS,
@@ -25,9 +27,7 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def leaves(m=64, n=96, k=128):
-    generator = torch.Generator().manual_seed(11)
-    x, weight, dy = (torch.randn(shape, generator=generator) for shape in ((m, k), (n, k), (m, n)))
-    return x.requires_grad_(), weight.requires_grad_(), dy
+    return one_layer.leaves(m, n, k, seed=11)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,10 @@ class Exact(BlockFormat):
 
 
 EXACT = Exact("exact", ElementFormat("fp32", 8, 23, 3.4e38, 2.0**-126, torch.float32), 1)
-ENGINE = ReferenceEngine("tests")
 
 
 def run(x, weight, dy, precision, **options):
-    context = LinearContext(precision, **{"key": KEY, "engine": ENGINE} | options)
-    y = lowbit_linear(x, weight, context)
-    return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))
+    return one_layer.run(x, weight, dy, precision, **{"key": KEY} | options)
 
 
 def exact(x, weight, dy):

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from one_layer import history, precision_of
 from recording_engine import RecordingEngine
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, lowbit_linear
-from megatron_lowbit.numerics import AmaxHistory, QuantizedTensor, quantize
+from megatron_lowbit.numerics import QuantizedTensor, quantize
 from megatron_lowbit.numerics.formats import unpack_nibbles
-from megatron_lowbit.recipes import HIGH_PRECISION, OPERANDS, load_recipe
+from megatron_lowbit.recipes import HIGH_PRECISION
 from tests import processes
 
 RANKS = 2
@@ -34,7 +35,7 @@ def check(function):
 
 
 def precision(*overrides, name="nvfp4"):
-    return next(c for c in load_recipe(name, overrides).configs.values() if c.quantized)
+    return precision_of(name, *overrides)
 
 
 GROUP = precision("tensor_scale=group")
@@ -279,7 +280,7 @@ def delayed_scaling_of_the_group():
     """Check that ranks record the whole tensor's amaxes, and scale by them in the next step."""
     x, weight, dy = whole(48)
     mine = features(N)
-    alone, ours = (AmaxHistory(len(OPERANDS), 16, x.device) for _ in range(2))
+    alone, ours = (history() for _ in range(2))
     for scale in (1.0, 0.5):
         _, full = run(scale * x, weight, dy, DELAYED, history=alone)
         shards = column_shards(mine, allreduce_dgrad=True)
@@ -291,8 +292,8 @@ def delayed_scaling_of_the_group():
         same(operands[1][0], full[1][0], columns=mine)
         same(operands[2][0], full[2][0], mine)
         same(operands[2][1], full[2][1])
-        for history in (alone, ours):
-            history.advance(history.step)
+        for each in (alone, ours):
+            each.advance(each.step)
     assert torch.equal(full[0][0].tensor_scale, quantize(x, "fp8-tensor-e4m3").tensor_scale)
 
 

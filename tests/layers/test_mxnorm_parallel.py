@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
-from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.recipes import load_precision, load_recipe
 
 RANKS, TOKENS, N, K = 2, 64, 64, 128
 RECIPES = {
@@ -19,8 +19,7 @@ RECIPES = {
 
 def layer(recipe, tensors, grad, shards=UNSHARDED):
     """Return Y, dX, dgain, dW."""
-    settings = RECIPES[recipe]
-    precision = next(c for c in load_recipe(recipe, settings).configs.values() if c.quantized)
+    precision = load_precision(load_recipe(recipe, RECIPES[recipe]))
     tensors = [tensor.detach().contiguous().requires_grad_() for tensor in tensors]
     context = LinearContext(precision, ReferenceEngine("tests"), key=5, shards=shards)
     y = mxnorm_linear(*tensors, context)

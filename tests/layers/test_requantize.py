@@ -1,11 +1,12 @@
 """Operands of the backward pass that are quantized from fprop's values, in BF16."""
 
+import one_layer
 import pytest
 import torch
 from recording_engine import RecordingEngine
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
+from megatron_lowbit.layers import WeightCache
 from megatron_lowbit.numerics import Draw, Hadamard, Quantizer, Rounding, format_by_name
 from megatron_lowbit.numerics.randomness import operand_key, sign_key
 from megatron_lowbit.recipes import (
@@ -32,17 +33,13 @@ FIXED = LinearPrecision(
 )
 
 
-def leaves(m=40, n=136, k=160):
-    generator = torch.Generator().manual_seed(5)
-    x, weight, dy = (torch.randn(s, generator=generator) for s in ((m, k), (n, k), (m, n)))
-    return x.requires_grad_(), weight.requires_grad_(), dy
+def leaves():
+    return one_layer.leaves(40, 136, 160)
 
 
-def run(precision, x, weight, dy, **options):
+def run(precision, *tensors, **options):
     engine = RecordingEngine()
-    context = LinearContext(precision, engine, KEY, **options)
-    y = lowbit_linear(x, weight, context)
-    return (y.detach(), *torch.autograd.grad(y, [x, weight], dy)), engine
+    return one_layer.run(*tensors, precision, engine=engine, key=KEY, **options), engine
 
 
 def values(operand):

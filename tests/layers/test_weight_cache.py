@@ -2,22 +2,17 @@
 
 import pytest
 import torch
+from one_layer import ENGINE, history, leaves
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
-from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe
 
-ENGINE = ReferenceEngine("as the tests")
 LAYER = Layer("decoder.layers.5.mlp.linear_fc1", 5, 30)
 
 
 def tensors():
-    generator = torch.Generator().manual_seed(3)
-    x, weight, dy = (
-        torch.randn(*shape, generator=generator) for shape in ((32, 64), (48, 64), (32, 48))
-    )
-    return x.requires_grad_(), weight.requires_grad_(), dy
+    return leaves(32, 48, 64, seed=3)
 
 
 def run(recipe, overrides, cache, microbatches=2):
@@ -33,15 +28,15 @@ def run(recipe, overrides, cache, microbatches=2):
     engine = ReferenceEngine("tests")
     engine.quantize = quantize
     precision = load_recipe(recipe, overrides).precision_for(LAYER)
-    length, history = precision.history_length, None
+    length, known = precision.history_length, None
     if length:  # of one step, whose amaxes are twice the step's own
-        history = AmaxHistory(len(OPERANDS), length, torch.device("cpu"))
-        history.advance(torch.full((len(OPERANDS),), 2.0))
+        known = history(length)
+        known.advance(torch.full((len(OPERANDS),), 2.0))
     for key in range(microbatches):
-        context = LinearContext(precision, engine, key, amax_history=history, weight_cache=cache)
+        context = LinearContext(precision, engine, key, amax_history=known, weight_cache=cache)
         y = lowbit_linear(x, weight, context)
         results += [y, *torch.autograd.grad(y, (x, weight), dy)]
-    return results + ([history.step] if length else []), times
+    return results + ([known.step] if length else []), times
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_lowbit.numerics.plan import Moment, Saved, Source
-from megatron_lowbit.recipes import OPERANDS, load_recipe
+from megatron_lowbit.recipes import OPERANDS, load_precision, load_recipe
 
 AGAIN = Source.REQUANTIZED
 STEP, FORWARD, BACKWARD = Moment
@@ -16,7 +16,7 @@ MEANS = [*OF_FPROP, "input.split_mean=true", "grad.split_mean=true", "grad.axis=
 
 
 def plan_of(overrides, *arguments, name="nvfp4"):
-    precision = next(c for c in load_recipe(name, overrides).configs.values() if c.quantized)
+    precision = load_precision(load_recipe(name, overrides))
     return precision.plan(*arguments)
 
 
