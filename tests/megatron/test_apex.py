@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.run.workarounds import use_torch_rms_norm
+from tests.megatron.tiny_models import TINY
 from tests.short_runs import steps
 
 ROOT = Path(__file__).parents[2]
@@ -61,15 +62,10 @@ get_write_results_queue("fork")  # by default the process that has the queue imp
 pretrain.main(sys.argv[1:])
 print("SHAPES", json.dumps(fused_weight_gradient_mlp_cuda.shapes))
 """
-ARGUMENTS = """
-    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu
-    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
-    --untie-embeddings-and-output-weights --seq-length 16 --max-position-embeddings 16
-    --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --train-iters 2 --eval-iters 0
-    --log-interval 1 --save-interval 100 --mock-data --num-workers 0 --tokenizer-type NullTokenizer
-    --vocab-size 100 --hidden-dropout 0 --attention-dropout 0 --quantization-engine reference
-    --precision-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 1
-    --num-layers-at-end-in-bf16 0
+ARGUMENTS = f"""
+    {TINY} --num-layers 2 --swiglu --position-embedding-type rope
+    --untie-embeddings-and-output-weights --precision-recipe nvfp4 --first-last-layers-bf16
+    --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0
 """
 
 

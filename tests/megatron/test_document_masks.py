@@ -1,56 +1,34 @@
 """Attention within documents on GPUs: no token sees one of another document.
 
-The file is its own worker.
-"""
-
-import os
-import shlex
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron.forward_step import _documents
-from megatron_lowbit.megatron.pretrain import teardown
-from megatron_lowbit.megatron.recipe_hook import model_config_of
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.utils import get_batch_on_this_cp_rank
+from tests.megatron.tiny_models import TINY, built, one_rank
 
 LENGTH, BOUNDARIES, PADDED = 128, [0, 37, 100, 128], [0, 36, 100, 128]
 LINE = f"""
-    --num-layers 2 --hidden-size 256 --num-attention-heads 4 --swiglu --normalization RMSNorm
-    --disable-bias-linear --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0
-    --seq-length {LENGTH} --max-position-embeddings {LENGTH} --micro-batch-size 1 --train-iters 1
-    --lr 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 --bf16
-    --no-gradient-accumulation-fusion --dataloader-inter-document-masking
+    {TINY} --num-layers 2 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 1024 --swiglu
+    --position-embedding-type rope --seq-length {LENGTH} --max-position-embeddings {LENGTH}
+    --vocab-size 512 --bf16 --quantization-engine auto --no-gradient-accumulation-fusion
+    --dataloader-inter-document-masking
 """
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-tile"])
-def test_losses_of_a_document_do_not_depend_on_others(recipe, monkeypatch):
+def test_losses_of_a_document_do_not_depend_on_others(recipe):
     """Scales of fp8-tile's inputs and gradients in dgrad lie within a token."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with teardown():
-        torch.distributed.init_process_group(
-            "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
-        model = model_on_ranks(recipe, 1)
+    with one_rank("nccl"):
+        model = built(f"{LINE} --precision-recipe {recipe}", "cuda")
         tokens = torch.randint(512, (1, LENGTH), device="cuda")
         other = tokens.clone()
         first, last = slice(0, BOUNDARIES[1]), slice(BOUNDARIES[2], LENGTH)
         other[:, first] = (tokens[:, first] + 1) % 512
-        masked = [losses(model, each, BOUNDARIES)[0] for each in (tokens, other)]
+        masked = [losses(model, each, BOUNDARIES) for each in (tokens, other)]
         assert torch.equal(masked[0][:, last], masked[1][:, last])
         assert not torch.equal(masked[0][:, first], masked[1][:, first])
-        whole = [losses(model, each, [0, LENGTH])[0] for each in (tokens, other)]
+        whole = [losses(model, each, [0, LENGTH]) for each in (tokens, other)]
         assert not torch.equal(whole[0][:, last], whole[1][:, last])
         torch.testing.assert_close(masked[0][:, first], whole[0][:, first], rtol=0, atol=0.02)
 

@@ -1,6 +1,5 @@
 """Token embeddings that add to their main gradients: Megatron-LM's results, bit for bit in FP32."""
 
-import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.features.embedding import EmbeddingGradients
 from megatron_lowbit.megatron.pretrain import teardown
 from tests.marks import others_slow
+from tests.megatron.tiny_models import TINY
 from tests.short_runs import steps
 
 # isort: split
@@ -19,14 +19,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import VocabParallelEmbedding, model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-ARGUMENTS = shlex.split("""
-    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu
-    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
-    --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 6
-    --lr 1e-2 --train-iters 3 --eval-iters 0 --log-interval 1 --save-interval 100 --mock-data
-    --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 100 --hidden-dropout 0
-    --attention-dropout 0 --quantization-engine reference --precision-recipe nvfp4
-""")
+ARGUMENTS = f"""
+    {TINY} --num-layers 1 --swiglu --position-embedding-type rope --global-batch-size 6
+    --train-iters 3 --precision-recipe nvfp4
+""".split()
 UNTIED = "--untie-embeddings-and-output-weights"
 CASES = [
     "", UNTIED, "--mtp-num-layers 1", f"{UNTIED} --mtp-num-layers 1", "--deterministic-mode",

@@ -1,6 +1,5 @@
 """Counts of experts' tokens that stay on the device: the bits of Megatron-LM's own dispatcher."""
 
-import shlex
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.split import GatheredRows
@@ -17,16 +15,12 @@ from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.features import expert_counts
 from megatron_lowbit.megatron.features.expert_counts import ExpertCounts
 from megatron_lowbit.megatron.layers.state import layer_states
-from megatron_lowbit.megatron.pretrain import teardown
-from megatron_lowbit.megatron.recipe_hook import model_config_of
 from megatron_lowbit.megatron.run.steps import set_microbatch_key
 from tests.marks import others_slow
+from tests.megatron.tiny_models import TINY, built, one_rank
 from tests.short_runs import steps
 
 # isort: split
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -36,15 +30,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEFlexTokenDispatcher,
 )
 
-ARGUMENTS = """
-    --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu --normalization RMSNorm
-    --disable-bias-linear --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2
-    --global-batch-size 4 --lr 1e-2 --train-iters 2 --eval-iters 0 --log-interval 1
-    --save-interval 100 --mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 100
-    --hidden-dropout 0 --attention-dropout 0 --quantization-engine reference --transformer-impl
-    local --num-experts 6 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-grouped-gemm
-    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
-    --moe-aux-loss-coeff 0.01 --no-gradient-accumulation-fusion
+ARGUMENTS = f"""
+    {TINY} --swiglu --transformer-impl local --num-experts 6 --moe-ffn-hidden-size 32
+    --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+    --no-gradient-accumulation-fusion
 """
 NVFP4 = "--precision-recipe nvfp4 --recipe-set bf16_blocks=none"
 GPT = "--num-layers 1 --position-embedding-type rope"
@@ -70,28 +60,18 @@ OVERRIDDEN = {"_maybe_dtoh_and_synchronize", "dispatch_postprocess", "combine_pr
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models on the CPU")
 
 
-def built_moe_layer(arguments: str, expert_ranks: int = 1) -> MoELayer:
+def built_moe_layer(arguments: str) -> MoELayer:
     """Build a model on the ranks of the default process group; return its MoE layer."""
-    config = model_config_of(parse_arguments(shlex.split(arguments)))
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_ranks)
-    model_parallel_cuda_manual_seed(5)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    chunks = [config.get_builder_cls()(config).build_model(groups)]
-    for hook in config.pre_wrap_hooks:
-        chunks = hook(chunks)
-    (layer,) = (module for module in chunks[0].modules() if isinstance(module, MoELayer))
+    (layer,) = (module for module in built(arguments).modules() if isinstance(module, MoELayer))
     return layer
 
 
 @contextmanager
 def moe_layer(model: str):
     """Build the model of arguments under a recipe, without the feature; yield its MoE layer."""
-    with pytest.MonkeyPatch.context() as patch, teardown():
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.MonkeyPatch.context() as patch, one_rank():
         patch.setattr(ExpertCounts, "is_on", lambda args, recipe: False)
         patch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         yield built_moe_layer(ARGUMENTS + model)
 
 
@@ -358,7 +338,7 @@ def test_training_has_the_bits_of_megatron_lms_dispatcher(model, tmp_path, monke
         return postprocess(*given)
 
     monkeypatch.setattr(expert_counts, "_dispatch_postprocess", count)
-    arguments = [*shlex.split(ARGUMENTS + MODELS[model]), "--save"]
+    arguments = [*(ARGUMENTS + MODELS[model]).split(), "--save"]
     pretrain.main([*arguments, str(tmp_path / "with")])
     assert len(calls) == 4 * (1 + ("recomputed" in model))
     calls.clear()

@@ -17,21 +17,18 @@ from megatron_lowbit.numerics import Operand
 from megatron_lowbit.recipes import Layer, load_recipe
 from tests.marks import others_slow
 from tests.megatron.test_expert_counts import built_moe_layer
+from tests.megatron.tiny_models import TINY
 
 # isort: split
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 RANKS, HIDDEN = 2, 128
 ARGUMENTS = f"""
-    --num-layers 1 --hidden-size {HIDDEN} --num-attention-heads 2 --ffn-hidden-size 64 --swiglu
-    --normalization RMSNorm --disable-bias-linear --seq-length 16 --max-position-embeddings 16
-    --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --train-iters 2 --eval-iters 0
-    --mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 100 --hidden-dropout 0
-    --attention-dropout 0 --quantization-engine reference --transformer-impl local
-    --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type
-    alltoall --moe-router-load-balancing-type none --position-embedding-type rope
-    --no-gradient-accumulation-fusion --expert-model-parallel-size 2 --recipe-set
-    wgrad.input.requantize=true
+    {TINY} --num-layers 1 --hidden-size {HIDDEN} --swiglu --position-embedding-type rope
+    --transformer-impl local --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+    --no-gradient-accumulation-fusion --expert-model-parallel-size {RANKS}
+    --recipe-set wgrad.input.requantize=true
 """
 TILES, TILE_SCALES = "--precision-recipe fp8-tile --num-experts 6", HIDDEN // 128 * 4
 MODELS = {
@@ -104,7 +101,7 @@ def test_recipes_that_send_codes_say_so():
 def moe_layer(model: str) -> MoELayer:
     """Build a model without the feature; return its MoE layer."""
     dist.init_process_group("gloo")
-    return built_moe_layer(ARGUMENTS + MODELS[model][0], RANKS).bfloat16()
+    return built_moe_layer(ARGUMENTS + MODELS[model][0]).bfloat16()
 
 
 class Seen:

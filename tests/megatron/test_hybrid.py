@@ -1,13 +1,11 @@
 """Hybrids of local layers: their stack, and the mixer compared with FP64."""
 
-import shlex
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron.layers import hybrid
 from megatron_lowbit.megatron.layers.hybrid import (
     GatedNorm,
@@ -16,23 +14,18 @@ from megatron_lowbit.megatron.layers.hybrid import (
     triton_scan,
     use_best_scan,
 )
-from megatron_lowbit.megatron.pretrain import teardown
 from megatron_lowbit.megatron.recipe_hook import model_config_of
+from tests.megatron.tiny_models import TINY, built, one_rank
 
 # isort: split
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import mamba_mixer
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-MODEL = """
-    --hybrid-layer-pattern M*-ME --hidden-size 64 --num-attention-heads 4
-    --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2 --squared-relu
-    --normalization RMSNorm --disable-bias-linear --position-embedding-type none
-    --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2
-    --seq-length 160 --max-position-embeddings 160 --micro-batch-size 2 --train-iters 1 --lr 1
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 96 --transformer-impl local
-    --no-gradient-accumulation-fusion
+MODEL = f"""
+    {TINY} --hybrid-layer-pattern M*-ME --hidden-size 64 --squared-relu --mamba-state-dim 8
+    --mamba-head-dim 16 --mamba-num-groups 2 --position-embedding-type none --num-experts 4
+    --moe-router-topk 2 --untie-embeddings-and-output-weights --seq-length 160
+    --max-position-embeddings 160 --transformer-impl local --no-gradient-accumulation-fusion
 """
 HEADS, WIDTH, GROUPS, STATES, INNER = 8, 16, 2, 8, 128
 
@@ -40,23 +33,9 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a model 
 
 
 @pytest.fixture(scope="module")
-def model_config():
-    """Configuration of the model for one process."""
-    with pytest.MonkeyPatch.context() as patch, teardown():
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        config = model_config_of(parse_arguments(shlex.split(MODEL)))
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(5)
-        yield config
-
-
-@pytest.fixture(scope="module")
-def model(model_config):
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return model_config.get_builder_cls()(model_config).build_model(groups)
+def model():
+    with one_rank():
+        yield built(MODEL)
 
 
 def recurrence(mixer, hidden):
@@ -143,14 +122,12 @@ def test_checkpoints_name_norms_as_transformer_engines_layers_do(model):
     })  # fmt: skip
 
 
-def test_a_given_stack_stays(model_config):
-    own = SimpleNamespace(transformer=model_config.transformer, hybrid_stack_spec="own")
-    hybrid.use_local_stack(own)
-    assert own.hybrid_stack_spec == "own"
-    transformer = SimpleNamespace(transformer_impl="transformer_engine")
-    other = SimpleNamespace(transformer=transformer, hybrid_stack_spec=None)
-    hybrid.use_local_stack(other)
-    assert other.hybrid_stack_spec is None
+@pytest.mark.parametrize(("layers", "stack"), [("local", "own"), ("transformer_engine", None)])
+def test_a_given_stack_stays(layers, stack):
+    transformer = SimpleNamespace(transformer_impl=layers)
+    config = SimpleNamespace(transformer=transformer, hybrid_stack_spec=stack)
+    hybrid.use_local_stack(config)
+    assert config.hybrid_stack_spec == stack
 
 
 # -- the scan --------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 As a script this file is one rank of a job: it calls :func:`compare`.
 """
 
-import shlex
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -11,28 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.loss import cross_entropy_by, replace_losses, token_losses, use_loss
-from megatron_lowbit.megatron.pretrain import teardown
-from megatron_lowbit.megatron.recipe_hook import model_config_of
 from tests.megatron.test_compatibility import hooks
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from tests.megatron.tiny_models import TINY, built, one_rank
 
 each_loss = pytest.mark.parametrize("name", LOSSES)
 IGNORED = -100
 BATCH, LENGTH, VOCABULARY = 2, 16, 96
 COMMON = f"""
-    --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --disable-bias-linear
-    --hidden-dropout 0 --attention-dropout 0 --seq-length {LENGTH}
-    --max-position-embeddings {LENGTH} --micro-batch-size {BATCH} --train-iters 1 --lr 1 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1
-    --transformer-impl local --no-gradient-accumulation-fusion
+    {TINY} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --transformer-impl local
+    --no-gradient-accumulation-fusion
 """
 MODELS = {
     "GPT": "--num-layers 1 --swiglu --position-embedding-type rope",
@@ -118,39 +107,28 @@ def losses_and_gradients(model, label):
 
 def compare(name: str, line: str) -> None:
     """Compare a model's losses and gradients by other kernels with those by Megatron-LM."""
-    with pytest.MonkeyPatch.context() as patch, teardown():
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        args = parse_arguments(shlex.split(COMMON + line))
-        config = model_config_of(args)
-        if args.world_size == 1:
-            store = torch.distributed.HashStore()
-            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        else:
-            torch.distributed.init_process_group("gloo")
-        parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
-        model_parallel_cuda_manual_seed(5)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        model = config.get_builder_cls()(config).build_model(groups)
-        # liger-kernel has no loss where Megatron-LM has one without a label.
-        label = IGNORED if name == "lowbit" else 5
-        expected, gradients = losses_and_gradients(model, label)
+    model = built(COMMON + line)
+    # liger-kernel has no loss where Megatron-LM has one without a label.
+    label = IGNORED if name == "lowbit" else 5
+    expected, gradients = losses_and_gradients(model, label)
 
-        calls, cross_entropy = [], cross_entropy_by(name)
-        counted = lambda *given: calls.append(None) or cross_entropy(*given)  # noqa: E731
-        assert replace_losses(counted, [model]) == [model]
-        losses, found = losses_and_gradients(model, label)
-        assert len(calls) == 1 + ("--mtp-num-layers" in line or "/" in line)
-        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
-        for name, gradient in found.items():
-            error = (gradient - gradients[name]).norm() / gradients[name].norm()
-            assert error <= 1e-5, (name, error)
+    calls, cross_entropy = [], cross_entropy_by(name)
+    counted = lambda *given: calls.append(None) or cross_entropy(*given)  # noqa: E731
+    assert replace_losses(counted, [model]) == [model]
+    losses, found = losses_and_gradients(model, label)
+    assert len(calls) == 1 + ("--mtp-num-layers" in line or "/" in line)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, gradient in found.items():
+        error = (gradient - gradients[name]).norm() / gradients[name].norm()
+        assert error <= 1e-5, (name, error)
 
 
 @on_a_cpu
 @each_loss
 @pytest.mark.parametrize("model", MODELS)
 def test_models_have_megatron_lms_losses_and_gradients(model, name):
-    compare(name, MODELS[model])
+    with one_rank():
+        compare(name, MODELS[model])
 
 
 @on_a_cpu
@@ -163,7 +141,8 @@ def test_models_have_megatron_lms_losses_and_gradients(model, name):
     ],
 )
 def test_ranks_that_share_the_vocabulary_have_megatron_lms_losses(run_ranks, more, name):
-    run_ranks(__file__, 2, name, f"{MODELS['GPT with MTP']} {TP2} {more}", timeout=100)
+    line = f"{MODELS['GPT with MTP']} {TP2} {more}"
+    run_ranks(__file__, 2, name, line, timeout=100, CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 def hooks_with(name, recipe=None, fused=True):
@@ -201,4 +180,6 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")
     compare(*sys.argv[1:3])  # behind them: the rank
+    torch.distributed.destroy_process_group()

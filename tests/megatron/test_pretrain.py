@@ -12,18 +12,15 @@ from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.layers.local import linears_of
 from megatron_lowbit.storage import files
 from tests.marks import others_slow
+from tests.megatron.tiny_models import TINY
 from tests.short_runs import steps
 
 # isort: split
 from megatron.training import training
 
-ARGUMENTS = """
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu
-    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
-    --hidden-dropout 0 --attention-dropout 0 --seq-length 16 --max-position-embeddings 16
-    --micro-batch-size 2 --global-batch-size 2 --lr 1e-2 --train-iters 2 --eval-iters 0
-    --eval-interval 100 --log-interval 1 --mock-data --num-workers 0
-    --tokenizer-type NullTokenizer --vocab-size 100 --quantization-engine reference
+ARGUMENTS = f"""
+    {TINY} --num-layers 2 --swiglu --position-embedding-type rope --global-batch-size 2
+    --eval-interval 100
 """
 NVFP4 = "--precision-recipe nvfp4 --recipe-set bf16_blocks=none"
 
@@ -79,9 +76,7 @@ def test_a_run_with_values_that_are_not_finite_ends(backward):
 
 @pytest.mark.parametrize("backward", others_slow((True, False), (True,)))
 def test_the_log_says_where_values_are_not_finite(backward, tmp_path, capsys):
-    train_with_infinity(
-        f"{NVFP4} --log-quantization-error-interval 1 --save {tmp_path} --save-interval 9", backward
-    )
+    train_with_infinity(f"{NVFP4} --log-quantization-error-interval 1 --save {tmp_path}", backward)
     lines = [line for line in capsys.readouterr().out.splitlines() if "nonfinite" in line]
     # SwiGLU's gradient has two values for one.
     first = (
@@ -104,11 +99,7 @@ def test_losses_of_compiled_layers(tmp_path):
     """Each microbatch has its own random numbers; a traced constant key would change losses."""
 
     def run(name, *hooks):
-        train(
-            f"{NVFP4} --micro-batch-size 1 --train-iters 3 "
-            f"--save {tmp_path / name} --save-interval 100",
-            *hooks,
-        )
+        train(f"{NVFP4} --micro-batch-size 1 --train-iters 3 --save {tmp_path / name}", *hooks)
         return steps(tmp_path / name)
 
     assert run("compiled", compile_linears) == run("eager")

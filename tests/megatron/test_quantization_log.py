@@ -4,7 +4,6 @@ As a script this file is one rank of a job: it makes the runs of :func:`make_run
 """
 
 import math
-import shlex
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,17 +16,15 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.features.logs import largest_feature
 from megatron_lowbit.megatron.pretrain import main
 from tests.marks import others_slow
+from tests.megatron.tiny_models import TINY
 from tests.short_runs import fork_results_queue, metrics, steps
 
-ARGUMENTS = shlex.split("""
-    --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
-    --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
-    --hidden-dropout 0 --attention-dropout 0
-    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
-    --lr 1e-2 --train-iters 3 --eval-iters 1 --eval-interval 2 --log-interval 1
-    --mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 500
-    --precision-recipe nvfp4 --recipe-set bf16_blocks=none --quantization-engine reference
-""")
+ARGUMENTS = f"""
+    {TINY} --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
+    --untie-embeddings-and-output-weights --seq-length 32 --max-position-embeddings 32
+    --vocab-size 500 --train-iters 3 --eval-iters 1
+    --eval-interval 2 --precision-recipe nvfp4 --recipe-set bf16_blocks=none
+""".split()
 MODELS = {
     "dense": "--num-layers 4 --position-embedding-type rope",
     "experts": "--num-layers 2 --position-embedding-type rope --num-experts 4",
@@ -55,8 +52,7 @@ ONE_MICROBATCH = ("--global-batch-size", "2")
 
 
 def train(model: str, folder: Path, *more: object) -> None:
-    saved = ["--save", str(folder), "--save-interval", "100"]
-    main([*ARGUMENTS, *MODELS[model].split(), *saved, *map(str, more)])
+    main([*ARGUMENTS, *MODELS[model].split(), "--save", str(folder), *map(str, more)])
 
 
 def make_runs(folder: Path, model: str, *more: str) -> None:
@@ -196,7 +192,7 @@ def test_two_ranks(run_ranks, tmp_path, model, layout):
 )
 def test_what_does_not_fit(arguments, named):
     with pytest.raises(UserError, match=named):
-        main([*ARGUMENTS, *MODELS["dense"].split(), *arguments, "--save-interval", "100"])
+        main([*ARGUMENTS, *MODELS["dense"].split(), *arguments])
 
 
 if __name__ == "__main__":
