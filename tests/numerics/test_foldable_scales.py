@@ -7,6 +7,8 @@ import torch
 from megatron_lowbit.numerics import FORMATS, Draw, Quantizer, Rounding
 from megatron_lowbit.numerics.block_formats.nvfp4 import foldable_scales
 from megatron_lowbit.numerics.folding import fold, fold_scale, folded_format
+from megatron_lowbit.numerics.formats import E2M1
+from tests.numerics.conftest import GRIDS, nearest_codes
 
 F32 = np.float32
 # Mantissas 1, 1.25 and 1.5 of E4M3's normal numbers, and its subnormals but 7.
@@ -58,11 +60,8 @@ def test_codes(kind):
     scales = np.array(scales, F32)
     with np.errstate(divide="ignore"):
         inverse = np.minimum(F32(1) / (scales * s_dec), np.finfo(F32).max)
-    scaled = np.abs(x) * inverse.repeat(16, 1)
-    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
-    codes = (scaled[..., None] > middles).sum(-1)
-    expected = np.sign(x) * grid[codes] * scales.repeat(16, 1) * s_dec
+    codes = nearest_codes(np.abs(x) * inverse.repeat(16, 1), E2M1)
+    expected = np.sign(x) * GRIDS["e2m1"][codes] * scales.repeat(16, 1) * s_dec
     q = quantizer(kind)(torch.from_numpy(x))
     np.testing.assert_array_equal(q.scales.float().numpy(), scales)
     np.testing.assert_array_equal(q.dequantize().numpy(), expected.astype(F32))
@@ -92,7 +91,7 @@ def test_scales_that_are_rounded_up_clip_nothing():
 def test_every_product_of_code_and_scale_is_an_fp8_number():
     """Down to E4M3's normal range: 2**-6 / fold_scale."""
     format = FORMATS["nvfp4"].with_options(block_scales="foldable")
-    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.from_numpy(GRIDS["e2m1"]).float()
     products = (codes[:, None] * torch.from_numpy(ALLOWED).float()).flatten()
     target = folded_format(format, left=True, partner=format)
     assert fold_scale(format, target) == 2.0**-3 and target.name == "fp8-tensor-e4m3"

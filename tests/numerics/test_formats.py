@@ -21,25 +21,14 @@ from megatron_lowbit.numerics.formats import (
     round_to_grid,
     unpack_nibbles,
 )
+from tests.numerics.conftest import GRIDS
 
 ALL = (E2M1, E2M3, E3M2, E4M3, E5M2)
-BIAS = {"e2m1": 1, "e2m3": 1, "e3m2": 3, "e4m3": 7, "e5m2": 15}
-# Codes of finite values: E4M3 gives up its last one to NaN, E5M2 its last exponent to Inf and NaN.
-FINITE = {"e2m1": 8, "e2m3": 32, "e3m2": 32, "e4m3": 127, "e5m2": 124}
 
 
 def grid_of(format) -> list[Fraction]:
-    """Return every finite magnitude, in code order, from sign-exponent-mantissa fields."""
-    values = []
-    for code in range(FINITE[format.name]):
-        exponent, mantissa = divmod(code, 2**format.mantissa_bits)
-        fraction = Fraction(mantissa, 2**format.mantissa_bits)
-        bias = BIAS[format.name]
-        if exponent == 0:
-            values.append(fraction * Fraction(2) ** (1 - bias))
-        else:
-            values.append((1 + fraction) * Fraction(2) ** (exponent - bias))
-    return values
+    """Return every finite magnitude, in code order."""
+    return [Fraction(value) for value in GRIDS[format.name]]
 
 
 def fp32(values) -> torch.Tensor:
@@ -53,12 +42,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def nearest(x: torch.Tensor, format) -> torch.Tensor:
-    return round_to_grid(x, format)
-
-
 def test_grid_of_is_the_standards():
-    """The test's own enumeration against the numbers the OCP documents print."""
+    """The tests' own enumeration against the numbers the OCP documents print."""
     assert [float(v) for v in grid_of(E2M1)] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     largest = {"e2m1": 6, "e2m3": 7.5, "e3m2": 28, "e4m3": 448, "e5m2": 57344}
     smallest = {"e2m1": 0.5, "e2m3": 2**-3, "e3m2": 2**-4, "e4m3": 2**-9, "e5m2": 2**-16}
@@ -84,7 +69,7 @@ def test_fields_of_the_format(format):
 def test_grid_values_do_not_move(format):
     grid = fp32(grid_of(format))
     for x in (grid, -grid):
-        assert same_bits(nearest(x, format), x)
+        assert same_bits(round_to_grid(x, format), x)
         for u in (0.0, 1 - 2**-24):
             uniform = torch.full_like(x, u)
             assert same_bits(round_to_grid(x, format, uniform), x)
@@ -101,7 +86,7 @@ def test_nearest_at_and_beside_every_midpoint(format):
     above = torch.nextafter(middle, high)
     for sign in (1.0, -1.0):
         for x, expected in ((middle, even), (below, low), (above, high)):
-            assert same_bits(nearest(sign * x, format), sign * expected)
+            assert same_bits(round_to_grid(sign * x, format), sign * expected)
 
 
 @pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
@@ -116,7 +101,7 @@ def test_saturation_zero_and_nan(format):
         assert same_bits(rounded[:2], zero[:2])
         assert rounded[2].isnan()
     tiny = torch.tensor([-1e-45, 1e-45])
-    assert same_bits(nearest(tiny, format), torch.tensor([-0.0, 0.0]))
+    assert same_bits(round_to_grid(tiny, format), torch.tensor([-0.0, 0.0]))
 
 
 @pytest.mark.parametrize("format, dtype", [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
@@ -126,7 +111,7 @@ def test_fp8_grids_agree_with_torchs_cast(format, dtype):
     x = bits.view(torch.bfloat16).float()
     x = x[x.abs() <= format.max]
     assert len(x) > 30000
-    assert same_bits(nearest(x, format), x.to(dtype).float())
+    assert same_bits(round_to_grid(x, format), x.to(dtype).float())
 
 
 def test_stochastic_goes_up_iff_uniform_is_below_the_fraction():

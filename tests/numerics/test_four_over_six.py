@@ -15,6 +15,7 @@ from megatron_lowbit.numerics import (
     hadamard_transform,
 )
 from megatron_lowbit.numerics.randomness import uniform
+from tests.numerics.conftest import GRIDS
 
 RULES = ("mse", "mae", "abs_max")
 SMALL = 4
@@ -126,9 +127,8 @@ def test_every_golden_method_is_compared(lab):
 
 def exact_error(block: np.ndarray, step: float, rule: str) -> float:
     """Return the error of a block's nearest multiples of ``step`` on E2M1's grid, in float64."""
-    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     scaled = np.abs(block.astype(np.float64)) / step
-    distance = np.abs(scaled[..., None] - grid).min(-1) * step
+    distance = np.abs(scaled[..., None] - GRIDS["e2m1"]).min(-1) * step
     return {"mse": (distance**2).sum(), "mae": distance.sum(), "abs_max": distance.max()}[rule]
 
 
