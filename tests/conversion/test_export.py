@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_live import llama
-from tiny_models import MODELS, config_of, make_model, weights
+from tiny_models import MODELS, check_alike, config_of, make_model, weights
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -59,16 +59,6 @@ def check_against_megatron_lm(model, recipe: str, changes: list[str]) -> None:
         ignored = "ignore" if "ignore" in config else "modules_to_not_convert"
         config[ignored] = sorted(config[ignored])
     assert direct == served
-
-
-def check_alike(folder: Path, other: Path) -> None:
-    """Compare all tensors of two folders bit for bit."""
-    tensors, expected = weights(folder), weights(other)
-    assert tensors.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert tensor.dtype == tensors[name].dtype and tensor.shape == tensors[name].shape, name
-        bits = [part.reshape(-1).view(torch.uint8) for part in (tensor, tensors[name])]
-        assert torch.equal(*bits), name
 
 
 CONVERTED = [name for name in MODELS if name not in ("gpt-2", "mamba-2")]  # without an nn.Linear

@@ -49,6 +49,12 @@ def by_groups(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (values.view(*scales.shape, -1) * scales[..., None]).flatten(1)
 
 
+def by_tiles(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return codes (R, K) times the scales of their 128 x 128 tiles, the last of which are cut."""
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * wide[: codes.shape[0], : codes.shape[1]]
+
+
 def decoded(module: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a module's weight in FP32, as vLLM documents the layouts that it loads.
 
@@ -57,8 +63,7 @@ def decoded(module: dict[str, torch.Tensor]) -> torch.Tensor:
     INT4: the code less 8, times the group's scale.
     """
     if "weight_scale_inv" in module:
-        scales = module["weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return module["weight"].float() * scales
+        return by_tiles(module["weight"], module["weight_scale_inv"])
     if "weight_packed" not in module:
         exponents = module["weight_scale"].view(torch.uint8).float() - 127
         return by_groups(module["weight"].float(), torch.exp2(exponents))

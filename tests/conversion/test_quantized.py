@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import ROPE, config_of, layer_tensor, make_model, weights
+from test_live import E2M1, by_groups, by_tiles, nibbles
+from tiny_models import ROPE, check_alike, config_of, layer_tensor, make_model, weights
 from training_runs import change_args
 
 from megatron_lowbit import conversion
@@ -24,7 +25,6 @@ SIZES = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "rms_norm_eps": 1e-6,
     "rope_parameters": ROPE,
 }  # fmt: skip
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 TILES = "fp8-128x128-e4m3"
 
 
@@ -125,14 +125,10 @@ def test_compressed_tensors_in_its_reader(llama, tmp_path, recipe):
 def test_pieces_of_a_weight_have_the_bits_of_the_whole(
     llama, tmp_path, layout, recipe, monkeypatch
 ):
-    whole, _, report = export(llama, tmp_path / "whole", layout, recipe)
+    *_, report = export(llama, tmp_path / "whole", layout, recipe)
     monkeypatch.setattr(conversion.layouts.layout, "_PIECE", 1)
-    pieces, _, report_of_pieces = export(llama, tmp_path / "pieces", layout, recipe)
-    assert whole.keys() == pieces.keys()
-    for name, tensor in whole.items():
-        assert tensor.dtype == pieces[name].dtype and tensor.shape == pieces[name].shape, name
-        bits = [x.contiguous().view(-1).view(torch.uint8) for x in (tensor, pieces[name])]
-        assert torch.equal(*bits), name
+    *_, report_of_pieces = export(llama, tmp_path / "pieces", layout, recipe)
+    check_alike(tmp_path / "pieces", tmp_path / "whole")
     for name, weight in report["weights"].items():
         assert report_of_pieces["weights"][name]["sqnr_db"] == pytest.approx(weight["sqnr_db"])
 
@@ -180,8 +176,7 @@ def test_fp8_blocks(llama, tmp_path, recipe):
         for name, exact in trained(llama, layer, TILES, scale_format=scale_format).items():
             codes, scales = exported[name], exported[f"{name}_scale_inv"]
             assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
-            wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            assert torch.equal(codes.float() * wide, exact)
+            assert torch.equal(by_tiles(codes, scales), exact)
 
 
 @pytest.mark.parametrize("name", others_slow(["qwen3-moe", "deepseek-v3"], ["qwen3-moe"]))
@@ -198,10 +193,8 @@ def test_fp8_blocks_of_experts(name, tmp_path):
     # A weight of one part, so quantized as it is, in either kind of MLP.
     for part in ("layers.1.self_attn.o_proj", "layers.3.mlp.experts.2.down_proj"):
         weight = quantize(exact[f"model.{part}.weight"], TILES, scale_format="pow2").dequantize()
-        scales = exported[f"model.{part}.weight_scale_inv"]
-        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        rows, columns = weight.shape
-        assert torch.equal(exported[f"model.{part}.weight"].float() * wide[:rows, :columns], weight)
+        codes, scales = (exported[f"model.{part}.weight{end}"] for end in ("", "_scale_inv"))
+        assert torch.equal(by_tiles(codes, scales), weight)
     to_megatron(tmp_path / "out", tmp_path / "again")
     again, _, _ = export(tmp_path / "again", tmp_path / "once more", "fp8-blocks", "fp8-tile")
     for n in matrices:
@@ -243,12 +236,8 @@ def test_modelopt(llama, tmp_path):
     assert document["quantization"]["quant_algo"] == "W4A16_NVFP4"
     assert document["quantization"]["exclude_modules"] == config["quantization_config"]["ignore"]
     for name, exact in trained(llama, 1, "nvfp4-2d").items():
-        packed = exported[name]
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-        blocks = (
-            E2M1[codes.long()].unflatten(1, (-1, 16)) * exported[f"{name}_scale"].float()[..., None]
-        )
-        assert torch.equal(blocks.flatten(1) * exported[f"{name}_scale_2"], exact)
+        in_blocks = by_groups(E2M1[nibbles(exported[name])], exported[f"{name}_scale"].float())
+        assert torch.equal(in_blocks * exported[f"{name}_scale_2"], exact)
     scales = {float(exported[f"model.layers.1.self_attn.{p}_proj.weight_scale_2"]) for p in "qkv"}
     assert len(scales) == 1
 

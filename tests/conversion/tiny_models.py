@@ -211,6 +211,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def check_alike(folder: Path, other: Path) -> None:
+    """Compare all tensors of two folders bit for bit."""
+    tensors, expected = weights(folder), weights(other)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == tensors[name].dtype and tensor.shape == tensors[name].shape, name
+        bits = [part.reshape(-1).view(torch.uint8) for part in (tensor, tensors[name])]
+        assert torch.equal(*bits), name
+
+
 def layer_tensor(
     checkpoint: Path, key: str, indices: tuple[int, ...] = (), lengths: tuple[int, ...] = ()
 ) -> torch.Tensor:
