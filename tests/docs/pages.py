@@ -1,5 +1,6 @@
-"""The pages of the documentation, and the code on them."""
+"""The pages of the documentation, the code on them, and runs that they are made from."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,3 +42,15 @@ def prose_of(page: Path) -> str:
     """Return the page without its blocks and spans of code."""
     text = _FENCE.sub("\n", page.read_text(encoding="utf-8"))
     return _SPAN.sub("`code`", _INDENTED.sub("\n", text))
+
+
+def write_finished(
+    study: Path, name: str, seed: int, command: list[str], machine: dict, lines: list[dict]
+) -> Path:
+    """Write a finished run with the lines of its log into a study's folder, and return that."""
+    folder = study / f"{name}-{seed}"
+    folder.mkdir(parents=True)
+    state = {"name": name, "seed": seed, "command": command, "finished": True, "machine": machine}
+    (folder / "study.json").write_text(json.dumps(state))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return study

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import leaderboard
 import pytest
+from pages import write_finished
 
 from megatron_lowbit.recipes.command import main as recipes
 from megatron_lowbit.study.command import main as study
@@ -21,18 +22,12 @@ def write(tmp_path):
     """Function that writes a finished run, whose last tenth has this loss."""
 
     def finished(name: str, seed: int, loss: float, *recipe: str, more: tuple = ()) -> Path:
-        folder = tmp_path / "runs" / f"{name}-{seed}"
-        folder.mkdir(parents=True)
         command = [*ARGUMENTS, *recipe, *more, "--data-path", f"data{seed}", "--seed", str(seed)]
         machine = {"gpu": "GPU", "torch": "2", "commit": "abc", "cpu": "CPU"}
-        state = {"name": name, "seed": seed, "command": command, "finished": True}
-        (folder / "study.json").write_text(json.dumps(state | {"machine": machine}))
         losses = [9.0] * 90 + [loss] * 10
         lines = [{"iteration": i, "lm_loss": x, "consumed_tokens": 10_000 * i}
                  for i, x in enumerate(losses, 1)]  # fmt: skip
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "metrics.jsonl").write_text(text)
-        return folder.parent
+        return write_finished(tmp_path / "runs", name, seed, command, machine, lines)
 
     return finished
 

@@ -10,6 +10,7 @@ import pytest
 import results
 import steps
 from matplotlib.figure import Figure
+from pages import write_finished
 
 SPEEDS = {steps.BF16: 1000, steps.OWN_FP8: 800, "fp8-tile": 1200, "nvfp4": 900, "quartet2": 700}
 IN_GRAPHS = dict(zip(steps.CHOICES, (1100, 1375, 1500, 1650, 2200), strict=True))
@@ -56,22 +57,17 @@ def study(tmp_path):
     """Function that writes a finished run, of 4 validations, and returns the study's folder."""
 
     def finished(name: str, loss: float, seed: int = 1) -> Path:
-        folder = tmp_path / "runs" / f"{name}-{seed}"
-        folder.mkdir(parents=True)
         command = ["-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()",
                    "@examples/gpt-345m.args", "--precision-recipe", name,
                    "--data-path", "elsewhere", "--seed", str(seed)]  # fmt: skip
         machine = {"gpu": "NVIDIA H100", "torch": "2.11", "commit": "abc"}
-        state = {"name": name, "seed": seed, "command": command, "finished": True}
-        (folder / "study.json").write_text(json.dumps(state | {"machine": machine}))
         lines = []
         for i in range(1, 101):
             line = {"iteration": i, "lm_loss": loss, "consumed_tokens": 7200 * i}
             line |= {"tokens_per_second": 100.0} if i > 1 else {}
             line |= {"validation_loss": loss + 1 / i} if i % 25 == 0 else {}
-            lines.append(json.dumps(line) + "\n")
-        (folder / "metrics.jsonl").write_text("".join(lines))
-        return folder.parent
+            lines.append(line)
+        return write_finished(tmp_path / "runs", name, seed, command, machine, lines)
 
     return finished
 

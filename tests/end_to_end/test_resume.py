@@ -19,6 +19,8 @@ from tiny_run import (
     steps,
 )
 
+from tests.marks import others_slow
+
 NVFP4 = ("--fp4-recipe", "nvfp4")
 # Saved after 2 steps, delayed after 3: more than the length, so that steps are counted through it.
 DELAYED = ("--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=3",
@@ -83,15 +85,10 @@ def check(resumed: Path, source: Path) -> None:
 
 # The first is like the second. Two ranks below save and load the states of a distributed optimizer,
 # test_delayed those of delayed scaling; the others add none.
-SLOW = (
-    "nvfp4", "delayed scaling", "distributed optimizer", "full recomputation",
-    "selective recomputation", "hybrid", "MXNorm", "latent attention", "two tokens ahead",
-)  # fmt: skip
+QUICK = ("nvfp4 with dropout", "delayed scaling, saved in the background", "experts")
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS]
-)
+@pytest.mark.parametrize("way", others_slow(WAYS, QUICK))
 def test_one_process(train, pretrain_here, tmp_path, way):
     done(pretrain_here(*WAYS[way], *rest(train(way), tmp_path / "rest")))
     check(tmp_path / "rest", train(way))

@@ -16,6 +16,7 @@ from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.megatron.run.records import check_resumed
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.record import recipe_from, record_of
+from tests.marks import others_slow
 
 SAVED = 1
 OTHER = {"recipe": "another recipe", "data": "other data"}
@@ -147,11 +148,9 @@ OPTIMIZERS = {
     "distributed": ("--use-distributed-optimizer",),
     "decoupled": ("--decoupled-lr", 4e-3),
 }
-SLOW = ("decoupled",)
-IN_ORDER = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in OPTIMIZERS]
 
 
-@pytest.mark.parametrize("optimizer", IN_ORDER)
+@pytest.mark.parametrize("optimizer", others_slow(OPTIMIZERS, ("plain", "distributed")))
 def test_a_run_goes_on_with_another_learning_rate(pretrain_here, tmp_path, optimizer):
     """The scheduler's formula gives the rates that are logged."""
     run = (*RUN, *OPTIMIZERS[optimizer], "--save", tmp_path, "--lr-decay-style", "linear")

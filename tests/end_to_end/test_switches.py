@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_run import ONE_MICROBATCH, OTHER_RECIPE, done, saved_histories, start_from, steps
 
+from tests.marks import others_slow
+
 LENGTH = 4  # iterations
 AFTER = 2  # finished iterations, of 2 sequences of 32 tokens, at which every switch here comes
 
@@ -40,12 +42,9 @@ CASES = {
 }  # fmt: skip
 
 
-# Units that tests/recipes converts, and combinations of other cases.
-SLOW = (
-    "forward", "backward", "from delayed scaling", "to delayed scaling, backward", "tokens",
-    "tokens between steps", "fraction",
-)  # fmt: skip
-IN_ORDER = [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+# The others are units that tests/recipes converts, and combinations of these.
+QUICK = ("all", "to delayed scaling")
+IN_ORDER = others_slow(CASES, QUICK)
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def test_computes_what_it_switched_to(train, case):
 
 
 AROUND = [
-    pytest.param(case, AFTER, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES
+    pytest.param(case, AFTER, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES
 ] + [
     pytest.param(case, iteration, marks=[pytest.mark.slow] * (case != "to delayed scaling"))
     for case in ("all", "to delayed scaling", "from delayed scaling")

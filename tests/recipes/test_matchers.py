@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision
+from megatron_lowbit.numerics.precision import LinearPrecision
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipe
 from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher, count_blocks
 from tests.recipes.conftest import refused
@@ -213,11 +213,3 @@ def test_a_matcher_shadowed_by_earlier_ones_is_in_order():
     matchers = {"all": glob("*", "low"), "fc1": glob("*linear_fc1", "high")}
     Recipe("r", "", CONFIGS, matchers).check_matchers(model(3))
     load_recipe("nvfp4").check_matchers(model(1))
-
-
-def test_hadamard_needs_both_operands():
-    precision = QUANTIZED.wgrad
-    with pytest.raises(ValueError, match="both operands"):
-        GemmPrecision(precision.lhs, None, precision.hadamard)
-    with pytest.raises(ValueError, match="both operands"):
-        GemmPrecision(None, precision.rhs, precision.hadamard)
