@@ -69,7 +69,7 @@ def describe_plan(
     except UserError as error:
         yield f"memory and time are not planned: {error}"
         return
-    layers = "Transformer Engine's layers" if run.device.transformer_engine else "local layers"
+    layers = "Transformer Engine layers" if run.device.transformer_engine else "local layers"
     yield f"planned for {gpus} x {run.device.gpu.name} ({why}), {layers}, BF16"
     yield from _details(run)
     yield from routing_notes(run)
@@ -82,10 +82,10 @@ def planned_gpu(name: str | None) -> tuple[str, str]:
     """
     if name is not None:
         gpu(name)
-        return name, "as --gpu asks"
+        return name, "from --gpu"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     here = next((known for known in gpu_names() if known.upper() in device), None)
-    return (here, "this machine's") if here else ("h200", "assumed, --gpu names another")
+    return (here, "this machine's") if here else ("h200", "assumed; --gpu selects another")
 
 
 def heading(run: Plan) -> str:
@@ -95,7 +95,7 @@ def heading(run: Plan) -> str:
     model = "hybrid" if args.hybrid_layer_pattern else "GPT"
     return (
         f"{model} of {args.num_layers} layers, {size:,} parameters, vocabulary {padded:,}, "
-        f"{args.seq_length} tokens a sequence; {run.gpus} x {run.device.gpu.name}"
+        f"{args.seq_length} tokens per sequence; {run.gpus} x {run.device.gpu.name}"
     )
 
 
@@ -112,7 +112,7 @@ def gpu_table(device: Device) -> Table:
 def gemm_table(run: Plan) -> Table:
     """Tabulate the tensor cores of each GEMM of the model's linear layers."""
     native = run.device.transformer_engine
-    layers = "Transformer Engine's layers" if native else "this project's layers"
+    layers = "Transformer Engine layers" if native else "local layers"
     headings = ("GEMM", "left", "right", "multiplied as", "TFLOP/s", "linear layers")
     table = Table(*headings, title=f"recipe {run.recipe.name}, {layers}")
     counts: Counter[tuple[str, str, str, str]] = Counter()
@@ -141,10 +141,10 @@ def layout_table(run: Plan, top: int) -> Table:
     tried = len(run.estimates)
     table = Table(
         *_right("TP", "PP", "VP", "DP", "EP", "micro batch", "microbatches", "recomputed", "GiB",
-                "tokens/s of a GPU", "MFU", "bubble"),
+                "tokens/s per GPU", "MFU", "bubble"),
         title="layouts, fastest first", title_justify="left", caption_justify="left",
-        caption=f"{tried} layouts tried: {tried - len(ranked)} do not fit in {usable:.0f} GiB and "
-        f"are left out, {run.refused} more are refused by training's own checks",
+        caption=f"{tried} layouts planned, {tried - len(ranked)} omitted because they do not fit "
+        f"in {usable:.0f} GiB; {run.refused} more refused by the checks of training",
     )  # fmt: skip
     for each in ranked[:top]:
         bubble = each.seconds.get(BUBBLE, 0.0) / each.step
@@ -158,8 +158,8 @@ def recipe_table(runs: Sequence[Plan]) -> Table:
     """Tabulate the fastest layout under each recipe, or the layout as given."""
     first, tokens = runs[0], runs[0].tokens
     title = "the layout as given" if first.as_given else "fastest layout of each recipe"
-    headings = ["layout", "microbatches", "recomputed", "GiB", "tokens/s of a GPU", "of the first",
-                "MFU"]  # fmt: skip
+    headings = ["layout", "micro batch x number", "recomputed", "GiB", "tokens/s per GPU",
+                f"x {first.recipe.name}", "MFU"]  # fmt: skip
     if tokens is not None:
         title += f"; days are for {_token_count(tokens)} tokens"
         headings.append("days")
@@ -175,7 +175,7 @@ def recipe_table(runs: Sequence[Plan]) -> Table:
             speed = [rate, f"{ratio:.2f}", utilisation]
             speed += [] if tokens is None else [_days(best, tokens)]
         table.add_row(
-            run.recipe.name, ranks, f"{layout.microbatches} of {layout.micro_batch}",
+            run.recipe.name, ranks, f"{layout.micro_batch} x {layout.microbatches}",
             *_memory(best), *speed,
         )  # fmt: skip
     return table
@@ -192,7 +192,7 @@ def memory_table(estimate: Estimate, usable: float) -> Table:
     totals = [memory.total for memory in estimate.memory]
     shown = sorted({0, len(totals) - 1, totals.index(max(totals))})
     memories = [estimate.memory[stage] for stage in shown]
-    title = f"GiB on a rank of a stage, of {usable / GIB:.1f}"
+    title = f"GiB per rank, {usable / GIB:.1f} usable"
     table = Table("", *_right(*(f"stage {stage}" for stage in shown)), title=title)
     for name in dict.fromkeys(name for memory in memories for name in memory.parts):
         table.add_row(name, *(f"{memory.parts.get(name, 0.0) / GIB:.2f}" for memory in memories))
@@ -200,7 +200,7 @@ def memory_table(estimate: Estimate, usable: float) -> Table:
     table.add_row("peak", *(f"{memory.total / GIB:.2f}" for memory in memories))
     table.add_row("at", *(memory.moment for memory in memories))
     counts = [f"{estimate.parameters[stage].all:,}" for stage in shown]
-    table.add_row("parameters on the rank", *counts)
+    table.add_row("parameters per rank", *counts)
     return table
 
 
@@ -214,9 +214,9 @@ def time_table(run: Plan) -> Table:
     table.add_section()
     rate, utilisation = _speed(run, best)
     table.add_row("step", f"{1e3 * best.step:.1f}", "")
-    table.add_row("tokens/s of a GPU", rate, "")
+    table.add_row("tokens/s per GPU", rate, "")
     table.add_row("tokens/s", f"{speed:,.0f}", "")
-    table.add_row("billion tokens a day", f"{speed * _DAY / 1e9:,.2f}", "")
+    table.add_row("billion tokens per day", f"{speed * _DAY / 1e9:,.2f}", "")
     table.add_row("model FLOPs / BF16 peak", utilisation, "")
     if tokens is not None:
         table.add_row(f"days for {_token_count(tokens)} tokens", _days(best, tokens), "")
@@ -233,7 +233,7 @@ def _memory(estimate: Estimate) -> tuple[str, str]:
 
 
 def _speed(run: Plan, estimate: Estimate) -> tuple[str, str]:
-    """Describe tokens/s of a GPU and utilisation."""
+    """Describe tokens/s per GPU and utilisation."""
     rate = f"{estimate.tokens_per_second / estimate.gpus:,.0f}"
     return rate, f"{estimate.utilisation(run.device):.1%}"
 
@@ -262,8 +262,8 @@ def routing_notes(run: Plan) -> Iterator[str]:
         if name == EXACT:
             rate = run.device.flops(name) / 1e12
             yield (
-                f"{start} BF16 on {name_of_gpu} ({rate:.0f} TFLOP/s): slower than BF16, for it is "
-                f"quantized first, and than FP8 ({fp8:.0f} TFLOP/s)"
+                f"{start} BF16 on {name_of_gpu} ({rate:.0f} TFLOP/s, FP8: {fp8:.0f}): slower than "
+                "BF16, because quantization takes time"
             )
         elif name == "fp32":
             yield f"{start} FP32 on {name_of_gpu}: slower than BF16"
@@ -275,14 +275,14 @@ def _too_large(runs: Sequence[Plan]) -> str:
     """Describe a run that has no layout, and the number of GPUs on which it has one."""
     first = runs[0]
     enough = [gpus for run in runs if (gpus := enough_gpus(run)) is not None]
-    advice = f"--gpus {min(enough)} would do" if enough else f"{MOST_GPUS:,} GPUs would not do"
+    advice = f"use --gpus {min(enough)}" if enough else f"{MOST_GPUS:,} GPUs are not enough"
     if first.as_given and enough:
         advice += ", without --as-given"
     why = "no layout is possible; --global-batch-size is no multiple of any layout's ranks"
     if sizes := [run.best.most_memory / GIB for run in runs if run.estimates]:
-        start = "the layout as given" if first.as_given else "no layout fits, the smallest"
+        start = "the layout as given" if first.as_given else "no layout fits: the smallest"
         usable = first.device.usable_bytes / GIB
-        why = f"{start} takes {min(sizes):.0f} GiB of a GPU's {usable:.0f}"
+        why = f"{start} needs {min(sizes):.0f} GiB per GPU of {usable:.0f} usable"
     return f"--gpus {first.gpus}: {why}; {advice}"
 
 

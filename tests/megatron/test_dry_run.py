@@ -151,7 +151,7 @@ def test_recipe_parameters_memory_and_time_are_printed_once(model, capsys):
     shown = run(f"{model} --fp4-recipe nvfp4 {LAYOUTS['PP2'][1]}", capsys, 16)
     assert shown.count("linear layers quantized") == 1
     assert shown.count("parameters; 16 ranks: TP 1, CP 1, EP 1, PP 2, DP 8") == 1
-    assert "GiB on a rank of a stage" in shown and "tokens/s of a GPU" in shown
+    assert "GiB per rank" in shown and "tokens/s per GPU" in shown
     assert shown.rstrip().endswith("dry run: nothing was trained, nothing was written")
 
 
@@ -159,7 +159,7 @@ def test_layers_and_products_are_those_of_the_gpus_that_are_described(capsys):
     """Megatron-LM's default there is Transformer Engine's layers."""
     line = f"{LAYERS} --precision-recipe mxfp8"
     shown = run(f"{line} --gpu h100", capsys)
-    assert "planned for 1 x NVIDIA H100" in shown and "as --gpu asks" in shown
+    assert "planned for 1 x NVIDIA H100" in shown and "from --gpu" in shown
     assert "quantization engine: fused (GPU of compute capability 9.0)" in shown
     assert ": folded to FP8 tensors, " in shown
     assert "transformer layers: transformer_engine" in shown
@@ -189,7 +189,7 @@ def test_the_table_is_of_the_whole_model(capsys):
 def test_without_a_recipe_there_is_no_table(capsys):
     shown = run(LAYERS, capsys)
     assert "nothing is quantized" in shown and "linear layers quantized" not in shown
-    assert "tokens/s of a GPU" in shown
+    assert "tokens/s per GPU" in shown
 
 
 def test_a_model_that_plans_do_not_cover_says_so(capsys):

@@ -69,7 +69,7 @@ def tables(output: str) -> list[str]:
     The last words of a dry run, and the advice and the command of lowbit-plan, are not among them.
     """
     lines = output.splitlines()
-    first = next(n for n, line in enumerate(lines) if "GiB on a rank of a stage" in line)
+    first = next(n for n, line in enumerate(lines) if "GiB per rank" in line)
     return [
         line.rstrip() for line in takewhile(lambda line: not line.startswith(_ENDS), lines[first:])
     ]
@@ -89,7 +89,7 @@ def test_a_dry_run_prints_the_plan_of_lowbit_plan(number, capsys, monkeypatch):
 def test_main_gradients_have_the_bytes_that_are_asked_for(flags, gib, capsys):
     """8,030,261,248 parameters of 4 or 2 bytes."""
     line = f"@{EXAMPLES / 'llama3-8b'}.args --vocab-size 128256 --bf16 {flags} --dry-run"
-    for part in describe_plan(line.split(), 8, "h200", "as --gpu asks"):
+    for part in describe_plan(line.split(), 8, "h200", "from --gpu"):
         plain_console(130).print(part)
     rows = capsys.readouterr().out.splitlines()
     (row,) = (row for row in rows if "main gradients" in row)
@@ -100,7 +100,7 @@ def test_a_short_log_does_not_change_the_plan(capsys):
     line = f"@{EXAMPLES / 'llama3-8b'}.args --vocab-size 128256 --bf16 --save runs --dry-run"
     plans = []
     for flags in ([], ["--short-log"]):
-        for part in describe_plan([*line.split(), *flags], 8, "h200", "as --gpu asks"):
+        for part in describe_plan([*line.split(), *flags], 8, "h200", "from --gpu"):
             plain_console(130).print(part)
         plans.append(capsys.readouterr().out)
     assert "main gradients" in plans[0] and plans[0] == plans[1]

@@ -89,7 +89,7 @@ def test_layouts_beyond_the_memory_are_omitted_and_counted(capsys):
     run = plan_run(shlex.split(LLAMA_8B), "h100", 4)
     tried, fits = len(run.estimates), len(run.ranked)
     assert 0 < fits < tried
-    assert f"{tried} layouts tried: {tried - fits} do not fit" in shown
+    assert f"{tried} layouts planned, {tried - fits} omitted" in shown
     rows = cells(shown, 12)
     assert len(rows) == fits
     assert all(float(row[8]) * 2**30 <= run.device.usable_bytes + 2**27 for row in rows)

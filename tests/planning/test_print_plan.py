@@ -44,7 +44,7 @@ def printed(text: str, capsys) -> list[str]:
     ],
 )
 def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(words, enough, capsys):
-    with pytest.raises(UserError, match=f"--gpus {enough} would do") as error:
+    with pytest.raises(UserError, match=f"; use --gpus {enough}\\b") as error:
         main(shlex.split(words))
     assert "\n" not in str(error.value)
     assert capsys.readouterr().out == ""

@@ -231,7 +231,7 @@ def parameter_table(args: Namespace, stages: Sequence[Stage]) -> Table:
         f"DP {args.data_parallel_size}"
     )
     table = Table(title=f"{total:,} parameters; {args.world_size} ranks: {layout}")
-    for heading in ("pipeline stage", "blocks", "parameters on a rank", "of them experts'"):
+    for heading in ("pipeline stage", "blocks", "parameters per rank", "of them in experts"):
         table.add_column(heading, justify="right")
     for number, (blocks, parameters, _) in enumerate(stages):
         cells = number, blocks, parameters.rank, parameters.experts
