@@ -290,10 +290,10 @@ def _read(name_or_path: str) -> tuple[Any, str]:
         shipped = shipped_recipes()
         name_or_path = MEGATRON_NAMES.get(name_or_path, name_or_path)
         if name_or_path not in shipped:
-            near = get_close_matches(name_or_path, shipped) or list(shipped)
+            near = ", ".join(get_close_matches(name_or_path, shipped))
+            advice = f"did you mean {near}?" if near else "lowbit-recipes list prints all."
             raise UserError(
-                f"unknown recipe {name_or_path!r}; did you mean {', '.join(near)}? "
-                "A recipe file's name ends in .yaml"
+                f"unknown recipe {name_or_path!r}; {advice} The name of a recipe file ends in .yaml"
             )
         entry = shipped[name_or_path]
     text = read_text(entry, f"recipe file {name_or_path}")

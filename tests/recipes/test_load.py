@@ -290,7 +290,7 @@ def test_a_file_that_is_no_text(tmp_path):
 
 def test_unknown_names():
     refused(load_recipe, "nvfp", parts=["'nvfp'", "did you mean nvfp4", ".yaml"])
-    refused(load_recipe, "zzz", parts=["'zzz'", *shipped_recipes()])
+    refused(load_recipe, "zzz", parts=["'zzz'", "lowbit-recipes list"])
     refused(load_recipe, "no/such/file.yaml", parts=["no/such/file.yaml", "does not exist"])
 
 
