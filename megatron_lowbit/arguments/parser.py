@@ -24,9 +24,8 @@ class RecipeArguments:
     precision_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "NAME_OR_FILE", "nargs": "*"}}
     )
-    """precision of the linear layers: the name or YAML file of one recipe, or of two, for the
-    forward pass and the backward pass; without a name the recipes are listed (default: none,
-    nothing is quantized)"""
+    """precision of the linear layers: the name or YAML file of a recipe, or of two, for the forward
+    and the backward pass; without a name, list the recipes (default: nothing is quantized)"""
 
     recipe_set: list[str] = field(
         default_factory=list,
@@ -39,7 +38,7 @@ class RecipeArguments:
     """implementation that quantizes: the fastest available one, or plain torch"""
 
     eval_precision: Literal["bf16", "recipe"] = "bf16"
-    """precision of validation and test: BF16 as without a recipe, or the recipe's"""
+    """precision of validation and test: BF16, or the precision of the recipe"""
 
     mxnorm: bool = False
     """replace RMSNorm before quantized layers by MXNorm, which estimates the norm from the block
@@ -57,13 +56,12 @@ class RecipeArguments:
     quantization"""
 
     quantized_param_gather: bool = False
-    """keep and gather the weights of quantized layers as codes of the recipe instead of in BF16, as
-    --fp8-param-gather and --fp4-param-gather, which a recipe takes for it, do in Transformer
-    Engine's layers; needs --use-distributed-optimizer and --bf16"""
+    """store and gather the weights of quantized layers as codes of the recipe instead of in BF16;
+    needs --use-distributed-optimizer and --bf16"""
 
     quantized_expert_dispatch: bool = False
-    """send tokens to experts of other ranks as codes of the recipe, which must have
-    wgrad.input.requantize, instead of in BF16; needs --moe-token-dispatcher-type alltoall and
+    """send tokens to experts of other ranks as codes of the recipe instead of in BF16; needs
+    wgrad.input.requantize in the recipe, --moe-token-dispatcher-type alltoall and
     --moe-grouped-gemm"""
 
     pad_documents_to_multiple_of: int = 1
@@ -71,8 +69,8 @@ class RecipeArguments:
     tokens, with tokens that have no loss; context parallelism needs a multiple of twice its size"""
 
     distill_from: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
-    """train towards the output of an unquantized teacher, the newest checkpoint in DIR, of the same
-    model: the loss is the KL divergence instead of the cross-entropy"""
+    """learn from an unquantized teacher of the same shape, the newest checkpoint in DIR: the loss
+    is the KL divergence from its output instead of the cross-entropy"""
 
     log_quantization_error_interval: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
@@ -84,8 +82,7 @@ class RecipeArguments:
     """if the newest checkpoint in --load is incomplete or damaged, load the newest valid one"""
 
     resume_changed: list[Literal["recipe", "data"]] = field(default_factory=list)
-    """resume although this run has another recipe, or other data, than the checkpoint (default: the
-    run is refused)"""
+    """resume a checkpoint with another recipe, or other data (default: the run is refused)"""
 
     save_keep_last: int | None = None
     """after each save, delete complete checkpoints except the newest N (default: keep all)"""
@@ -110,8 +107,8 @@ class DryRunArguments:
     dry_run_gpu: str | None = field(
         default=None, metadata={"argparse_meta": {"arg_names": ["--gpu"], "metavar": "NAME"}}
     )
-    """with --dry-run: kind of GPU to plan for, as lowbit-plan names it (default: this machine's,
-    or h200)"""
+    """with --dry-run: kind of GPU to plan for, as in lowbit-plan (default: this machine's, or
+    h200)"""
 
 
 @dataclass
@@ -125,24 +122,22 @@ class LogArguments:
 
 @dataclass
 class LayerArguments:
-    """Parts of layers that Megatron-LM lacks, as in Gemma 3 and Granite, or has no argument for."""
+    """Parts of layers, as in Gemma 3 and Granite, for which Megatron-LM has no argument."""
 
     geglu: bool = False
     """gate MLPs by the tanh approximation of GELU"""
 
     sandwich_norm: bool = False
-    """normalize what attention and MLP add to the residual"""
+    """normalize the outputs of attention and MLP before they are added to the residual"""
 
     residual_multiplier: float = 1.0
-    """factor of what attention and MLP add to the residual"""
+    """factor of the outputs of attention and MLP when they are added to the residual"""
 
     window_rotary_base: int | None = None
-    """base of rotary embeddings in layers with --window-size (default: --rotary-base, as in the
-    others)"""
+    """base of rotary embeddings in layers with --window-size (default: --rotary-base)"""
 
     activation_func_fp8_input_store: bool = False
-    """keep the input of SwiGLU for the backward pass in E4M3, without a scale: Megatron-LM's own
-    code, for which it has no argument"""
+    """store the input of SwiGLU for the backward pass in E4M3, without a scale"""
 
 
 _OWN_GROUPS = {
@@ -237,7 +232,7 @@ def read_command_line(
     """
     expanded = command_line.expand_with_origin(argv)
     written = [word for word, _ in expanded]
-    require("--" not in written, "--: leave it out, training's arguments need no separator")
+    require("--" not in written, "--: omit it, training's arguments need no separator")
     args, unknown = parser.parse_known_args(written)
     if unknown:
         raise UserError(_describe_unknown(parser, written, unknown))

@@ -5,8 +5,8 @@
     lowbit-checkpoint average RUN OUTPUT --last 5
     lowbit-checkpoint average RUN OUTPUT --iterations 800 900 1000
 
-RUN is a --save directory (its newest checkpoint) or one iteration of it; inspect takes Hugging
-Face's folders, too. A checkpoint loads in any parallel layout, so that none needs resharding.
+RUN is a --save folder (its newest checkpoint) or one iteration of it; inspect accepts Hugging Face
+folders, too. A checkpoint loads in any parallel layout, without resharding.
 """
 
 import argparse
@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.set_defaults(start=start)
     average.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
     which = average.add_mutually_exclusive_group(required=True)
-    which.add_argument("--last", type=int, metavar="N", help="average the last N complete ones")
+    which.add_argument("--last", type=int, metavar="N", help="number of newest checkpoints")
     which.add_argument(
-        "--iterations", type=int, nargs="+", default=[], metavar="ITERATION", help="average these"
+        "--iterations", type=int, nargs="+", default=[], metavar="N", help="iterations to average"
     )
     average.add_argument("--force", action="store_true", help="replace OUTPUT")
     args = parser.parse_args(argv)

@@ -1,10 +1,10 @@
-"""Checkpoints from Hugging Face's format to Megatron-LM's and back, and to llama.cpp's.
+"""Convert checkpoints of Hugging Face to Megatron-LM and back, and to llama.cpp.
 
     lowbit-convert to-megatron FOLDER OUTPUT
     lowbit-convert to-hugging-face CHECKPOINTS OUTPUT
     lowbit-convert to-gguf FOLDER FILE
 
-To go on training: lowbit-pretrain @OUTPUT/model.args --load OUTPUT --finetune
+To continue training: lowbit-pretrain @OUTPUT/model.args --load OUTPUT --finetune
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model OUTPUT/hugging_face ...
 """
 
@@ -136,11 +136,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     back.add_argument(
         "--vocab-size", type=int, metavar="N",
-        help="rows of the vocabulary to keep (default: training's --vocab-size, or else all, with "
-        "those that only pad)",
+        help="rows of the vocabulary to keep (default: --vocab-size of training, otherwise all, "
+        "padding included)",
     )  # fmt: skip
     back.add_argument(
-        "--quantized", choices=LAYOUTS, help="store the weights that training quantized so"
+        "--quantized",
+        choices=LAYOUTS,
+        help="layout for weights as training quantizes them",
     )
     back.add_argument(
         "--recipe", nargs="+", default=[], metavar="NAME_OR_FILE",

@@ -5,8 +5,8 @@ Example: lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --fp4-recipe 
          lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --vocab-size 128256 \\
              --recipes bf16,fp8-tile,nvfp4 --tokens 15e12
 
-Every other argument is a training argument, as for pretrain_gpt.py. All figures are calculated;
---figures shows the GPU's figures that they are calculated from, and whether each is measured.
+Every other argument is a training argument, as for pretrain_gpt.py. All results are calculated;
+--figures prints the figures of the GPU that they come from, with their sources.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     choices: list[list[str]] = [[]]
     if args.recipes is not None:
         given = TrainingArguments(training).flags.precision_recipe
-        require(given is None, "--recipes excludes --precision-recipe: leave one of them out")
+        require(given is None, "--recipes excludes --precision-recipe: omit one of them")
         choices = [["--precision-recipe", name] for name in args.recipes.split(",")]
     runs = [
         plan_run([*training, *choice], args.gpu, args.gpus, args.gpus_per_node, args.as_given,
@@ -54,21 +54,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--gpu", default="h200", help=", ".join(gpu_names()))
+    parser.add_argument("--gpu", default="h200", help=f"kind of GPU: {', '.join(gpu_names())}")
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs that NVLink joins")
-    parser.add_argument("--top", type=int, default=10, help="layouts to show")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs joined by NVLink")
+    parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
     parser.add_argument(
         "--recipes", metavar="NAME_OR_FILE,...", help="recipes to compare, by their fastest layouts"
     )
     parser.add_argument(
-        "--tokens", type=float, help="tokens of the whole run, for its days (default: training's)"
+        "--tokens", type=float, help="tokens of the run, for its days (default: of training)"
     )
     parser.add_argument("--scan", choices=SCANS, default=SCANS[0], help="scan of hybrids")
     parser.add_argument(
-        "--as-given", action="store_true", help="only the layout that training's arguments ask for"
+        "--as-given", action="store_true", help="only the layout of the training arguments"
     )
     parser.add_argument(
-        "--figures", action="store_true", help="the GPU's figures and their sources"
+        "--figures", action="store_true", help="print the figures of the GPU and their sources"
     )
     return parser

@@ -1,4 +1,4 @@
-"""Lists the recipes, shows what one does to a model, and writes files for Megatron-LM's scripts."""
+"""List the recipes, show their effect on a model, and write files for Megatron-LM's scripts."""
 
 import argparse
 from collections.abc import Sequence
@@ -53,16 +53,16 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--hybrid-override-pattern",  # Megatron-LM's deprecated name
         metavar="PATTERN",
         help="blocks of a hybrid: M for Mamba, * for attention, + for latent attention, - for an "
-        "MLP, E for experts; those after / are of multi-token predictions",
+        "MLP, E for experts; blocks after / are for multi-token prediction",
     )
     parser.add_argument(
-        "--q-lora-rank", type=int, metavar="N", help="latent attention has low-rank queries"
+        "--q-lora-rank", type=int, metavar="N", help="rank of the queries of latent attention"
     )
     parser.add_argument(
-        "--normalization", metavar="NAME", help="MXNorm is shown where it is active"
+        "--normalization", metavar="NAME", help="norm of the model; active MXNorm is shown"
     )
     parser.add_argument(
-        "--first-last-layers-bf16", action="store_true", help="replace the recipe's own BF16 blocks"
+        "--first-last-layers-bf16", action="store_true", help="replace the recipe's BF16 blocks"
     )
     for name, end in (("start", "first"), ("end", "last")):
         parser.add_argument(

@@ -1,4 +1,4 @@
-r"""Run studies, compare runs, and find the layers that a recipe hurts most.
+r"""Run studies, compare runs, and find the layers with the largest quantization error.
 
     lowbit-study run --recipes bf16 mine.yaml --output runs/compared \
         -- @examples/gpt-7m-cpu.args --data-path data/text --tokenizer-model data/tokenizer
@@ -46,13 +46,13 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="run recipes or a study, then compare the runs")
     _add_study(run)
-    run.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: no choice)")
+    run.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: the first)")
     run.add_argument(
         "--minutes", type=float, help="time after which runs stop, with a checkpoint to resume from"
     )
     run.add_argument(
         "--leave-out", type=float, metavar="ERRORS",
-        help="start no further seeds of a run that is so many standard errors behind the best",
+        help="start no further seeds of a run that is this many standard errors behind the best",
     )  # fmt: skip
     run.add_argument(
         "--keep-checkpoints", action="store_true", help="keep the checkpoints of finished runs"
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(start=_plan)
 
     compare = commands.add_parser(
-        "compare", help="compare runs with a baseline: losses, gaps with their noise, speed"
+        "compare", help="compare runs with a baseline: losses, gaps with standard errors, speed"
     )
     compare.add_argument(
         "runs", nargs="+", metavar="[NAME=]RUN",
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(start=_compare)
 
     sensitivity = commands.add_parser(
-        "sensitivity", help="rank a checkpoint's layers by error; write a recipe that spares them"
+        "sensitivity", help="rank layers by error; write a recipe that keeps the worst in BF16"
     )
     sensitivity.add_argument(
         "--recipe", required=True, metavar="NAME_OR_FILE", help="recipe to measure"
@@ -113,7 +113,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--only", nargs="+", metavar="NAME",
-        help="runs of the study file, in place of all; its baseline is always one",
+        help="only these runs of the study file, and its baseline",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", nargs="+", type=int, metavar="N",
@@ -123,7 +123,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, required=True, metavar="FOLDER",
         help="folder of runs and comparison; an interrupted study continues there",
     )  # fmt: skip
-    parser.add_argument("--at-once", type=int, default=1, help="number of runs on a GPU")
+    parser.add_argument("--at-once", type=int, default=1, help="number of runs per GPU at a time")
 
 
 def _study_of(args: argparse.Namespace) -> "Study":
