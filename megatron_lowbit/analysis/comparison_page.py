@@ -35,9 +35,9 @@ td { text-align: right } td:first-child { text-align: left } img { max-width: 10
 <h1>{{ title }}</h1>
 <p>Final losses are means over the last {{ share }}% of the iterations, with the standard deviation
 over seeds; gaps have their standard error, with the noise of all names pooled. Perplexities are
-those of the last validation, with the standard deviation over seeds. Gaps of the picture are the
-table's over training, from means over {{ share }}% of the iterations before each point; bands are
-of one standard error.</p>
+from the last validation, with the standard deviation over seeds. The picture has the gaps over
+training, from means over {{ share }}% of the iterations before each point; bands are one standard
+error.</p>
 <table><tr>{% for head in columns %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>

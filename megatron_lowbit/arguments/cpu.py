@@ -170,7 +170,7 @@ def _apply(row: _Row, args: Namespace, words: CommandLine) -> str | None:
         return None
     words.remove(row.flag)
     if not row.instead:
-        return f"left out {text}: {row.reason}"
+        return f"ignored {text}: {row.reason}"
     if row.instead[0] not in words:
         words.add(*row.instead)
     replaced = text.removeprefix(f"{row.instead[0]} ")

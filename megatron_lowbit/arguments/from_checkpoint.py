@@ -69,7 +69,7 @@ def check_loads(args: Namespace) -> None:
     require(
         not args.enable_msc,
         "--enable-msc: files in object storage would be read without a check; copy them to a "
-        "folder, and leave it out",
+        "folder, and omit it",
     )
 
 

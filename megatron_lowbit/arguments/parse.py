@@ -30,12 +30,12 @@ from megatron_lowbit.errors import UserError, as_user_error, require, say
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
-    "--hybrid-context-parallel": "sequences of several lengths are not supported, leave it out",
+    "--hybrid-context-parallel": "sequences of several lengths are not supported, omit it",
     # With these Megatron-LM 0.19.2 ends every run in an error of Python.
     "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",
-    "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; leave it out",
+    "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; omit it",
     "--logits-load-dir": "training does not read a teacher's logits; give --distill-from",
-    "--rl-profile": "its profiler is not in Megatron-LM's package; leave it out",
+    "--rl-profile": "its profiler is not in Megatron-LM's package; omit it",
 }
 """Arguments that no run supports, and why."""
 _NEEDED = {
@@ -129,7 +129,7 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
     for flag, other in _NEEDED.items():
         require(flag not in words or other in words, f"{flag} needs {other}")
     for flag in _NOT_WITH_SFT if args.sft else ():
-        require(flag not in words, f"{flag} is not for conversations: leave out --sft or it")
+        require(flag not in words, f"{flag} is not for conversations: omit --sft or it")
     require(not args.mxnorm or args.normalization != "LayerNorm",
             "--mxnorm needs --normalization RMSNorm")  # fmt: skip
     for flag in ("--mxnorm-p", "--mxnorm-post-round"):
@@ -143,8 +143,8 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
         require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
                 "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
     check_loads(args)
-    require(args.dataloader_type != "external", "--dataloader-type external: the loaders are those "
-            "of a script of your own")  # fmt: skip
+    require(args.dataloader_type != "external", "--dataloader-type external: only a script of "
+            "your own has such loaders")  # fmt: skip
     multimodal = "Multimodal" in (args.tokenizer_type or "")
     require(not multimodal, f"--tokenizer-type {args.tokenizer_type}: the models are of text")
     require(args.pad_vocab_size or args.padded_vocab_size is not None, "--no-pad-vocab-size: "
@@ -195,7 +195,7 @@ def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:
     if args.reset_attention_mask:
         if _NO_MASK in words:
             words.remove(_NO_MASK)
-            yield f"--reset-attention-mask: left out {_NO_MASK}, for documents need masks"
+            yield f"--reset-attention-mask: ignored {_NO_MASK}, for documents need masks"
         if "M" in (args.hybrid_layer_pattern or ""):
             yield "--reset-attention-mask: for attention; Mamba-2 keeps its state across documents"
     if args.reset_position_ids and args.position_embedding_type != "learned_absolute":

@@ -84,7 +84,7 @@ _REPLACED = {
         "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization",
 }  # fmt: skip
 _DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in flags.split()}
-"""Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
+"""Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for ignoring them."""
 _NAMING = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
 _PARAM_GATHER = ("--fp8-param-gather", "--fp4-param-gather")
@@ -131,7 +131,7 @@ def _choose(args: Namespace, words: CommandLine, machine: Machine) -> tuple[list
             bool(args.precision_recipe), f"--precision-recipe needs a YAML file or one of {names}"
         )
         for flag in _UPSTREAM_ONLY:
-            require(flag not in words, f"--precision-recipe excludes {flag}: leave one of them out")
+            require(flag not in words, f"--precision-recipe excludes {flag}: omit one of them")
         require(len(args.precision_recipe) <= 2, "--precision-recipe takes at most two recipes")
         recipes, reason = args.precision_recipe, "--precision-recipe names it"
     elif args.fp8 and args.fp4:
@@ -237,7 +237,7 @@ def _write_recipes(
 ) -> list[str]:
     """Check recipes and write them into the arguments. The user's overrides take precedence."""
     require("--te-precision-config-file" not in words, "--te-precision-config-file is for "
-            "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
+            "Megatron-LM's own code, not for a recipe: omit it")  # fmt: skip
     recipes = [recipe for recipe, _ in sides]
     made = for_sides([changes or () for _, changes in sides])
     # A matcher that the user removes as well would not be found a second time.
@@ -264,7 +264,7 @@ def _write_recipes(
     explained = (*_NAMING, *stored, *(BF16_BLOCKS if unchanged else ()))
     for flag, why in _DEPENDENT.items():
         if flag in words:
-            lines += [] if flag in explained else [f"left out {words.text(flag)}: {why}"]
+            lines += [] if flag in explained else [f"ignored {words.text(flag)}: {why}"]
             words.remove(flag)
     words.remove("--precision-recipe")
     words.remove("--recipe-set")

@@ -165,7 +165,7 @@ class Corpus:
             )
 
     def report_skipped(self) -> None:
-        """Print the number of omitted files of the input folders, if any."""
+        """Print how many files of the input folders were ignored, if any."""
         if self.skipped:
             say(f"skipped as not UTF-8: {len(self.skipped)} files, the first {self.skipped[0]}")
 

@@ -105,7 +105,7 @@ def preprocess(
 ) -> list[DatasetSummary]:
     """Tokenize ``inputs`` into PREFIX.bin, PREFIX.idx and PREFIX.json (several keys: PREFIX_KEY).
 
-    Token ids are uint16 where the vocabulary fits, else int32; empty documents are omitted. The
+    Token ids are uint16 where the vocabulary fits, else int32; empty documents are ignored. The
     files do not depend on ``workers``. They appear only when complete. Raises UserError for bad
     arguments or input, and if there is no document.
     """
@@ -146,7 +146,7 @@ def check_targets(output_prefix: str, prefixes: list[str]) -> None:
     check_folder(_ARGUMENT, folder)
     for prefix in prefixes:
         is_beside = Path(prefix).parent == folder
-        require(is_beside, f"--json-keys: {prefix} is no name for a file beside {output_prefix}")
+        require(is_beside, f"--json-keys: {prefix} is no name for a file next to {output_prefix}")
         files = [Path(prefix + suffix) for suffix in _SUFFIXES]
         for file in files:
             check_file(_ARGUMENT, file)

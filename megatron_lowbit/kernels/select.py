@@ -15,7 +15,7 @@ def select_engine(device: torch.device, request: str = "auto") -> Engine:
         request: ``auto``, or ``reference`` for the eager arithmetic everywhere.
     """
     if request == "reference":
-        return ReferenceEngine("asked for")
+        return ReferenceEngine("requested")
     if device.type == "cpu":
         missing = compiled.missing_compiler()
         if missing is None:

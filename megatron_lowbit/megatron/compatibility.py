@@ -74,15 +74,15 @@ def local_layers(args: Namespace) -> Rows:
         f"--hybrid-layer-pattern {pattern} {local} D and G would be empty; they need Transformer "
         "Engine": {"D", "G"}.intersection(pattern),
         f"--moe-grouped-gemm {local} grouped experts have no biases; give --disable-bias-linear, "
-        "or leave it out": biases and args.moe_grouped_gemm,
+        "or omit it": biases and args.moe_grouped_gemm,
         "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
-        "layers with a window ignore the mask; leave out --reset-attention-mask": (
+        "layers with a window ignore the mask; omit --reset-attention-mask": (
             args.window_size and args.reset_attention_mask
         ),
         f"--cuda-graph-impl local {local} Megatron-LM reuses memory that torch's norms need in "
         "backward; give --cuda-graph-impl transformer_engine": args.cuda_graph_impl == "local",
         f"--cuda-graph-impl transformer_engine {local} layers in virtual pipeline stages have "
-        "other losses than without graphs; leave out the stages": (
+        "other losses than without graphs; omit the stages": (
             args.cuda_graph_impl == "transformer_engine" and virtual
         ),
     }
@@ -116,9 +116,9 @@ def document_masks(args: Namespace) -> Rows:
         "--cuda-graph-impl none: documents differ in every micro batch": (
             args.cuda_graph_impl != "none"
         ),
-        "a data set of documents; leave out --sft": args.sft,
-        "samples of whole documents; leave out --fim-data": args.fim_data,
-        "no --reset-position-ids, whose effect it has; leave that out": args.reset_position_ids,
+        "a data set of documents; omit --sft": args.sft,
+        "samples of whole documents; omit --fim-data": args.fim_data,
+        "no --reset-position-ids, whose effect it has; omit it": args.reset_position_ids,
     }
     lengths = f"{padding} must divide --seq-length {args.seq_length}"
     return {
@@ -147,7 +147,7 @@ def distillation(args: Namespace) -> Rows:
         ),
     }  # fmt: skip
     return {
-        f"{flag} with --distill-from: {reason}; leave one of them out": given
+        f"{flag} with --distill-from: {reason}; omit one of them": given
         for flag, (reason, given) in reasons.items()
     }
 
@@ -156,15 +156,15 @@ def megatron_fsdp(args: Namespace) -> Rows:
     """Return arguments with which Megatron-FSDP ends the run."""
     reasons = {
         "--async-save --async-strategy mcore": (
-            "the first save ends in an error of Megatron-LM; leave out --async-save",
+            "the first save ends in an error of Megatron-LM; omit --async-save",
             args.async_save and args.async_strategy == "mcore",
         ),
         "--pipeline-model-parallel-size above 1": (
-            "its mesh of ranks has no pipeline stages; leave one of them out",
+            "its mesh of ranks has no pipeline stages; omit one of them",
             args.pipeline_model_parallel_size > 1,
         ),
         "--cuda-graph-impl": (
-            "its hooks and parameters cannot be captured; leave one of them out",
+            "its hooks and parameters cannot be captured; omit one of them",
             args.cuda_graph_impl != "none",
         ),
     }
@@ -180,7 +180,7 @@ def schedules(args: Namespace) -> Rows:
     splits = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
     return {
         f"{flag} needs a GPT: Megatron-LM does not divide hybrids into communication and "
-        "computation; leave it out": overlaps and args.hybrid_layer_pattern,
+        "computation; omit it": overlaps and args.hybrid_layer_pattern,
         # Megatron-LM refuses it in the forward pass that its schedule passes by.
         f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel": (
             overlaps and splits
@@ -234,7 +234,7 @@ def quantized_layers(args: Namespace) -> Rows:
         "--fp16": ("recipes quantize BF16 and FP32", vars(args).get("fp16")),
     }  # fmt: skip
     return {
-        f"{flag} under a recipe: {reason}; leave it out": given
+        f"{flag} under a recipe: {reason}; omit it": given
         for flag, (reason, given) in reasons.items()
     }
 
@@ -249,7 +249,7 @@ def output_layer(args: Namespace) -> Rows:
         "--tensor-parallel-num-weight-shards": ("its weight would not be whole", shards > 1),
     }  # fmt: skip
     return {
-        f"{flag} does not go with a recipe's output_layer: {reason}; leave one of them out": given
+        f"{flag} does not go with a recipe's output_layer: {reason}; omit one of them": given
         for flag, (reason, given) in reasons.items()
     }
 
@@ -342,8 +342,7 @@ def quantized_param_gather(args: Namespace) -> Rows:
         "--qk-clip": args.qk_clip,
     }
     return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
-        f"{flag} excludes {other}: leave one of them out": given
-        for other, given in excludes.items()
+        f"{flag} excludes {other}: omit one of them": given for other, given in excludes.items()
     }
 
 
@@ -368,8 +367,7 @@ def quantized_expert_dispatch(args: Namespace) -> Rows:
         "--log-quantization-error-interval": args.log_quantization_error_interval,
     }
     return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
-        f"{flag} excludes {other}: leave one of them out": given
-        for other, given in excludes.items()
+        f"{flag} excludes {other}: omit one of them": given for other, given in excludes.items()
     }
 
 

@@ -154,7 +154,7 @@ def _check_per_split(args: Namespace) -> None:
     """
     for name in _PER_SPLIT:
         if getattr(args, f"{name}_data_path") == []:
-            raise UserError(f"--{name}-data-path: give a dataset's prefix, or leave it out")
+            raise UserError(f"--{name}-data-path: give a dataset's prefix, or omit it")
     if args.per_split_data_args_path is None:
         return
     argument = "--per-split-data-args-path"

@@ -33,7 +33,7 @@ def graphs_of_experts(args: Namespace) -> Rows:
         f"without experts; give --cuda-graph-impl transformer_engine {named}": in_gpt,
         f"{flag}: a capture of whole layers cannot wait for token counts; give {named}": is_whole,
         "--moe-router-padding-for-quantization with --cuda-graph-modules moe_preprocess: a capture "
-        "cannot wait for numbers of padded tokens; leave out the padding": (
+        "cannot wait for numbers of padded tokens; omit the padding": (
             args.moe_router_padding_for_quantization and prepares
         ),
     }
@@ -63,7 +63,7 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
             map(_reads_signs, recipe.precisions())
         ),
         "--fused-allreduce-norm counts its calls on the CPU": args.fused_allreduce_norm,
-        "not with --overlap-moe-expert-parallel-comm; leave one of them out": (
+        "not with --overlap-moe-expert-parallel-comm; omit one of them": (
             args.overlap_moe_expert_parallel_comm
         ),
         "recomputation in a pipeline would find another microbatch's random keys": recomputes,

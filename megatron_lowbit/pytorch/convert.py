@@ -101,13 +101,13 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise UserError for a recipe that layers without state or a schedule cannot follow."""
     require(
         not recipe.switches,
-        f"recipe {recipe.name} has switches, and convert knows no progress of a run: call "
+        f"recipe {recipe.name} has switches, but convert sees no progress of a run: call "
         "convert(model, recipe.at(Progress(...))) at the start and whenever a switch is reached",
     )
     require(
         not recipe.takes_output_layer,
-        f"recipe {recipe.name} has an output_layer, and convert takes layers in blocks only: leave "
-        "it out by output_layer=none",
+        f"recipe {recipe.name} has an output_layer, but convert changes only layers in blocks: "
+        "disable it by output_layer=none",
     )
     for part in filter(None, [recipe, recipe.backward]):
         for name, matcher in part.matchers.items():

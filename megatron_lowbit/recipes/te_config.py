@@ -44,7 +44,7 @@ def factory_names(recipe: Recipe) -> dict[str, str]:
             not have: switches, amaxes of earlier steps, a fallback, or random numbers in fprop.
     """
     quantizing = {name: p for name, p in recipe.configs.items() if p.quantized}
-    require(bool(quantizing), f"recipe {recipe.name} quantizes nothing: leave the factory out")
+    require(bool(quantizing), f"recipe {recipe.name} quantizes nothing: omit the factory")
     precisions = quantizing.values()
     # Recomputation draws other numbers than the forward pass that it repeats.
     random = any(
@@ -88,7 +88,7 @@ def te_config(recipe: Recipe, layers: Sequence[Layer], stages: int) -> str:
         patterns = list(_patterns(matcher, layers))
         numbered = any(re.search(r"layers\.[\[\d]", pattern) for pattern in patterns)
         require(stages == 1 or not numbered, f"recipe {recipe.name} selects layers by number "
-                f"({name}), and Megatron-LM numbers those of each pipeline stage from 0: give "
+                f"({name}), and Megatron-LM numbers each pipeline stage from 0: give "
                 "--pipeline-model-parallel-size 1, or train by lowbit-pretrain")  # fmt: skip
         for number, pattern in enumerate(patterns):
             key = name if len(patterns) == 1 else f"{name}_{number}"

@@ -86,7 +86,7 @@ def described(
     left = [job for job in jobs if not is_finished(job)]
     paces = {job.name: pace_of(job, gpu) for job in reversed(jobs)}
     seconds = {name: pace.seconds(at_once, start_up) for name, pace in paces.items()}
-    table = Table("run", "iterations", "ms an iteration", "of them busy", "minutes a run", "left")
+    table = Table("run", "iterations", "ms per iteration", "ms busy", "minutes per run", "left")
     for name in dict.fromkeys(job.name for job in jobs):
         pace, count = paces[name], sum(job.name == name for job in left)
         cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{seconds[name] / 60:.1f}")

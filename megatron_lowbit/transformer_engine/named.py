@@ -17,8 +17,8 @@ from megatron_lowbit.transformer_engine.quantizers import Factory
 _REFUSED = {
     "gradient_accumulation_fusion": "Transformer Engine would lose the weight gradients; add "
     "--no-gradient-accumulation-fusion",
-    "fp8_param_gather": "parameters stay in BF16; leave out --fp8-param-gather",
-    "fp4_param_gather": "parameters stay in BF16; leave out --fp4-param-gather",
+    "fp8_param_gather": "parameters stay in BF16; omit --fp8-param-gather",
+    "fp4_param_gather": "parameters stay in BF16; omit --fp4-param-gather",
 }
 """Arguments of Megatron-LM that custom quantizers cannot serve, with what to do."""
 

@@ -104,7 +104,7 @@ class _Reader:
 
     def refuse(self, is_set: bool, what: str) -> None:
         """Raise UserError for a setting that the recipe lacks, if it is set."""
-        require(not is_set, f"Transformer Engine's {self.name} has no {what}: leave it out, or "
+        require(not is_set, f"Transformer Engine's {self.name} has no {what}: omit it, or "
                 "use --transformer-impl local")  # fmt: skip
 
     def roles(self, what: str, value: Callable[[Quantizer], Any]) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class Factory:
         if name is None:
             return IdentityQuantizer()
         require(role.module_type != "grouped_linear", "a quantizer factory with grouped experts: "
-                "leave out --moe-grouped-gemm, or train by lowbit-pretrain")  # fmt: skip
+                "omit --moe-grouped-gemm, or train by lowbit-pretrain")  # fmt: skip
         return LowbitQuantizer(self, name, role.name)
 
     def context(self, layer: str) -> LinearContext:
@@ -248,7 +248,7 @@ class Factory:
         stochastic = self.precision.stochastic
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         require(not (stochastic and captured), "CUDA graphs repeat the random numbers of their "
-                "capture: leave out --cuda-graph-impl, or train by lowbit-pretrain")  # fmt: skip
+                "capture: omit --cuda-graph-impl, or train by lowbit-pretrain")  # fmt: skip
         return LinearContext(self.precision, self.engine, self.key(layer) if stochastic else 0)
 
     def key(self, layer: str) -> int:

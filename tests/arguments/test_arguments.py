@@ -74,7 +74,7 @@ def test_the_plain_command_works_on_a_cpu(capsys):
     assert not args.dry_run and args.world_size == 1
     out = capsys.readouterr().out
     assert "precision: recipe nvfp4 of megatron-lowbit with bf16_blocks=none" in out
-    assert "on a CPU: left out --bf16" in out and "on a CPU: added --distributed-backend" in out
+    assert "on a CPU: ignored --bf16" in out and "on a CPU: added --distributed-backend" in out
 
 
 @on_a_cpu
@@ -167,7 +167,7 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--multiple-validation-sets", "--multiple-validation-sets needs --full-validation"),
         ("--precision-recipe mxfp8 --mxnorm-p 1", "--mxnorm-p needs --mxnorm"),
         ("--gpu h200", "--gpu needs --dry-run"),
-        ("--lr 0.1 -- --num-layers 3", "--: leave it out"),
+        ("--lr 0.1 -- --num-layers 3", "--: omit it"),
     ],
 )
 def test_refusals_are_one_line(line, message):
@@ -295,9 +295,9 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
     assert any(line.startswith(replaced) for line in lines)
     # The writer of asynchronous saves would end, and the run wait for it forever.
     assert not (args.async_save or args.use_persistent_ckpt_worker)
-    gradients = "on a CPU: left out --grad-reduce-in-bf16: gradients are FP32 there"
+    gradients = "on a CPU: ignored --grad-reduce-in-bf16: gradients are FP32 there"
     assert any(line.startswith(gradients) for line in lines) and not args.grad_reduce_in_bf16
-    loss = "on a CPU: left out --cross-entropy-fusion-impl liger: its fused kernel needs a GPU"
+    loss = "on a CPU: ignored --cross-entropy-fusion-impl liger: its fused kernel needs a GPU"
     assert loss in lines and not args.cross_entropy_loss_fusion
     assert args.cross_entropy_fusion_impl == "native"
     assert len(lines) == 16
@@ -351,7 +351,7 @@ def test_documents_get_masks_in_spite_of_a_preset_without_them(capsys):
     unset_global_variables()
     assert parse(f"{without} --reset-attention-mask").create_attention_mask_in_dataloader
     out = capsys.readouterr().out
-    assert f"--reset-attention-mask: left out {without}, for documents need masks" in out
+    assert f"--reset-attention-mask: ignored {without}, for documents need masks" in out
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_arguments_that_a_recipe_replaces_are_named(choose):
         "--reuse-grad-buf-for-mxfp8-param-ag --moe-router-padding-for-fp8"  # fmt: skip
     found = choose(line, HOPPER)
     assert not [word for word in found.words.tokens() if "fp8-" in word]
-    assert any("left out --fp8-margin 2: " in line for line in found.lines)
+    assert any("ignored --fp8-margin 2: " in line for line in found.lines)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_own_settings_come_after_translated_ones(choose):
         ("--fp8-format e4m3 --fp8-recipe fp8-tile", "named without --fp8-format"),
         ("--fp8-format e4m3 --fp8-recipe custom --fp8-quantizer-factory a.b", "cannot run here"),
         ("--fp8-format e4m3 --te-precision-config-file a.yaml", "cannot run here"),
-        ("--fp4-recipe nvfp4 --te-precision-config-file a.yaml", "leave it out"),
+        ("--fp4-recipe nvfp4 --te-precision-config-file a.yaml", "omit it"),
         ("--fp8-recipe custom", "needs --fp8-format"),
         ("--recipe-set grad.rounding=nearest", "--recipe-set needs a recipe"),
         ("--fp4-recipe nvfp4 --recipe-set grad.round=nearest", "grad.round"),

@@ -252,7 +252,7 @@ def test_places_that_cannot_be_written_to(preprocess, tmp_path, json_lines):
         ("taken", [], "taken.idx is a folder, not a file"),
         ("n" * 252, [], "File name too long"),
         ("folder/", [], "a name of files, not a folder"),
-        ("data", ["--json-keys", "text", "a/b"], "no name for a file beside"),
+        ("data", ["--json-keys", "text", "a/b"], "no name for a file next to"),
         ("data", ["--workers", "99999"], "--workers 99999: at least 1 and at most"),
     ):
         with pytest.raises(UserError, match=message):

@@ -29,7 +29,7 @@ from megatron_lowbit.megatron.layers.state import layer_states
 
 @contextmanager
 def in_bf16() -> Iterator[None]:
-    """Keep --bf16 in a run without stored weights, too, which a CPU would ignore."""
+    """Leave --bf16 to a run without stored weights, too, which a CPU would ignore."""
     with pytest.MonkeyPatch.context() as patch:
         rows = tuple(row for row in cpu._UNSUPPORTED if row.flag != "--bf16")
         patch.setattr(cpu, "_UNSUPPORTED", rows)

@@ -92,7 +92,7 @@ def test_a_difference_is_refused_unless_it_is_asked_for(resumed, start, capsys, 
     change, text = CHANGES[kind]
     vars(resumed).update(change)
     message = f"^{start}: saved by a run with {OTHER[kind]}: this one has {text}.*; --resume-"
-    with pytest.raises(UserError, match=f"{message}changed {kind} goes on with it$"):
+    with pytest.raises(UserError, match=f"{message}changed {kind} resumes with it$"):
         check_resumed(resumed)
     resumed.resume_changed = [kind]
     check_resumed(resumed)

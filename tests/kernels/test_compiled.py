@@ -135,7 +135,7 @@ def draw_of(quantizer, key=0xFEDC_BA98_7654_3210):
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads():
-    """Build what most machines run: for one thread, torch.compile builds no parallel loops."""
+    """Build what most machines run: for one thread, torch.compile omits parallel loops."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("request_", "missing", "name", "reason"),
     [
-        ("reference", None, "reference", "asked for"),
+        ("reference", None, "reference", "requested"),
         ("auto", None, "compiled", "CPU with a C++ compiler"),
         ("auto", "no compiler, says the test", "reference", "no compiler, says the test"),
     ],

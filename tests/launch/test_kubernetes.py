@@ -41,7 +41,7 @@ def parsed():
     [(JOB_SET, "JobsetV1alpha2JobSet"), (CLAIM, "IoK8sApiCoreV1PersistentVolumeClaim")],
 )
 def test_the_api_knows_every_field(document, model):
-    """The models check types and required fields; they ignore unknown ones."""
+    """The models check types and what is required; they ignore what they do not know."""
     from kubeflow_trainer_api import models  # takes 2 s in each process that collects tests
 
     assert getattr(models, model).from_dict(document).to_dict() == document

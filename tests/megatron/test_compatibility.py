@@ -106,9 +106,9 @@ INTERLEAVED = {
     [
         (LATENT, "--tensor-model-parallel-size must be 1"),
         (EXPERTS, "grouped experts have no biases; give --disable-bias-linear"),
-        (WINDOW, "leave out --reset-attention-mask"),
+        (WINDOW, "omit --reset-attention-mask"),
         ({"cuda_graph_impl": "local"}, "give --cuda-graph-impl transformer_engine"),
-        (INTERLEAVED, "leave out the stages"),
+        (INTERLEAVED, "omit the stages"),
     ],
 )
 @pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
@@ -127,7 +127,7 @@ def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
     ],
 )
 def test_arguments_that_end_runs_of_megatron_fsdp_are_refused(flag, given):
-    with pytest.raises(UserError, match=f"^{flag} with --use-megatron-fsdp: .* leave "):
+    with pytest.raises(UserError, match=f"^{flag} with --use-megatron-fsdp: .* omit "):
         hooks(None, use_megatron_fsdp=True, transformer_impl="transformer_engine", **given)
     hooks(None, transformer_impl="transformer_engine", **given)
 
@@ -341,8 +341,8 @@ def check_experts(**changes: object) -> None:
         (HYBRID | LOCAL, "give --cuda-graph-modules attn mamba moe_router moe_preprocess"),
         (LOCAL, "give --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"),
         (LOCAL | {"cuda_graph_modules": PARTS}, "give --cuda-graph-impl transformer_engine"),
-        (PADDED | {"cuda_graph_modules": PARTS}, "leave out the padding"),
-        (HYBRID | LOCAL | PADDED | {"cuda_graph_modules": PARTS[:2]}, "leave out the padding"),
+        (PADDED | {"cuda_graph_modules": PARTS}, "omit the padding"),
+        (HYBRID | LOCAL | PADDED | {"cuda_graph_modules": PARTS[:2]}, "omit the padding"),
     ],
 )
 def test_graphs_that_a_dispatcher_would_wait_in_are_refused(changes, way_out):

@@ -158,7 +158,7 @@ def test_a_template_that_formats_answers_differently_is_refused(datasets):
     [
         ("--tokenizer-type NullTokenizer --vocab-size 10", "--sft: needs --tokenizer-type Hugging"),
         (SFT, "--sft-tokenizer-prompt-format nemotron-h-aligned: its tokens are not in the token"),
-        (f"{HUGGING_FACE} --mock-data", "--mock-data is not for conversations: leave out --sft"),
+        (f"{HUGGING_FACE} --mock-data", "--mock-data is not for conversations: omit --sft"),
         (f"{HUGGING_FACE} --reset-position-ids", "--reset-position-ids is not for conversations"),
         (f"{HUGGING_FACE} --split 9,1,0", "--data-path .*: the validation part has 0 of 1"),
     ],

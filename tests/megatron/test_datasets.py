@@ -195,7 +195,7 @@ def test_parts_with_their_own_datasets(datasets, prefix, short, write_dataset, t
 
 @pytest.mark.parametrize("argument", ["--train-data-path", "--valid-data-path", "--test-data-path"])
 def test_an_argument_of_a_part_that_names_no_dataset(datasets, argument):
-    with pytest.raises(UserError, match=f"^{argument}: give a dataset's prefix, or leave it out$"):
+    with pytest.raises(UserError, match=f"^{argument}: give a dataset's prefix, or omit it$"):
         datasets(argument, 1, 1, 1)
 
 

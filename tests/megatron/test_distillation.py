@@ -131,7 +131,7 @@ def test_training_has_the_divergence_and_validation_the_cross_entropy():
     ],
 )
 def test_arguments_that_exclude_a_teacher(flag, given):
-    with pytest.raises(UserError, match=f"^{flag} with --distill-from: .*; leave one of them out"):
+    with pytest.raises(UserError, match=f"^{flag} with --distill-from: .*; omit one of them"):
         hooks(None, distill_from="nowhere", **given)
 
 

@@ -167,7 +167,7 @@ def test_layers_and_products_are_those_of_the_gpus_that_are_described(capsys):
     assert "mxfp8: Transformer Engine's MXFP8BlockScaling" in run(f"{line} --gpu b200", capsys)
     shown = run(f"{line} --transformer-impl local --quantization-engine reference", capsys)
     assert "transformer layers: local" in shown and "local layers, BF16" in shown
-    assert "quantization engine: reference (asked for)" in shown
+    assert "quantization engine: reference (requested)" in shown
 
 
 def test_what_gpus_refuse_is_refused(capsys):
@@ -281,7 +281,7 @@ def products(engine, *overrides, name="fp8-tile"):
     return list(_products(load_recipe(name, overrides), engine, model_layers(None, 4)))
 
 
-@pytest.mark.parametrize("engine", [ReferenceEngine("asked for"), dry_run._PlannedEngine((9, 0))])
+@pytest.mark.parametrize("engine", [ReferenceEngine("requested"), dry_run._PlannedEngine((9, 0))])
 def test_sums_are_those_of_the_recipe(engine):
     """Emulated sums are the same on every device; other GEMMs keep the engine's."""
     plain, changed = products(engine), products(engine, NARROW)
@@ -297,7 +297,7 @@ def test_sums_are_those_of_the_recipe(engine):
 def test_a_gemm_in_high_precision_with_narrow_sums_is_named():
     accumulation = "accumulation={inner: bf16, promote_every: 64}"
     shown = products(
-        ReferenceEngine("asked for"), f"configs.bf16.fprop.{accumulation}", name="bf16"
+        ReferenceEngine("requested"), f"configs.bf16.fprop.{accumulation}", name="bf16"
     )
     assert shown == [
         "  fprop, bf16 x bf16: dequantized to FP32, BF16 sums of 64 products, added in FP32"

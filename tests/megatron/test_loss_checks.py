@@ -1,4 +1,4 @@
-"""Checks of losses: when each is checked, by what, and that none is skipped."""
+"""Checks of losses: when each is looked at, by whom, and that none is omitted."""
 
 from types import SimpleNamespace
 

@@ -170,7 +170,7 @@ def test_tiles_against_torchao(tile, element, seed, bf16):
     """torchao divides in float64 and rounds to FP32, which is FP32's own quotient.
 
     It takes an amax below 1e-12 for 1e-12, where ours is what Transformer Engine does without an
-    epsilon: such tiles are skipped.
+    epsilon: such tiles are ignored.
     """
     f = FORMATS[f"{tile}-{element}"]
     x = random_tiles(seed, 256, 256, lowest=-24)

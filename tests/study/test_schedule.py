@@ -150,7 +150,7 @@ def test_a_run_that_is_stopped_at_its_end_is_finished(study, write_script, tmp_p
 
 
 def test_the_plan(tmp_path, capsys):
-    """Finished runs are not counted; times come from the planner and the start-up."""
+    """Finished runs are ignored; times are from the planner and the start-up."""
     file = tmp_path / "study.yaml"
     file.write_text(
         "arguments: '@examples/gpt-20m.args --vocab-size 8192'\nseeds: [1, 2]\n"

@@ -49,7 +49,7 @@ def test_every_run_of_every_seed(study, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_is_far_behind_gets_no_further_seeds(study, tmp_path, capsys):
-    """Its first two seeds are run, and are in the table; a resumed study leaves it out again."""
+    """Its first two seeds are run, and are in the table; a resumed study omits it again."""
     file, output = study(base="--scale 2", near="--scale 2.02", far="--scale 4"), tmp_path / "out"
     command = ["run", str(file), "--output", str(output), "--leave-out", "4"]
     main([*command, "--seeds", "1", "2", "3"])

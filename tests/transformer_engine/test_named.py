@@ -191,8 +191,8 @@ def test_grouped_experts_and_captures_are_refused(run, monkeypatch):
     ("argument", "advice"),
     [
         ("gradient_accumulation_fusion", "add --no-gradient-accumulation-fusion"),
-        ("fp8_param_gather", "leave out --fp8-param-gather"),
-        ("fp4_param_gather", "leave out --fp4-param-gather"),
+        ("fp8_param_gather", "omit --fp8-param-gather"),
+        ("fp4_param_gather", "omit --fp4-param-gather"),
     ],
 )
 def test_arguments_that_custom_quantizers_cannot_serve_are_refused(run, argument, advice):

@@ -302,7 +302,7 @@ def _check(config: TransformerConfig) -> None:
     }
     for flag, given in refused.items():
         require(not given, f"{flag} under a recipe: this project's kernels compute the linear "
-                "layers, and do not have it; leave it out")  # fmt: skip
+                "layers, and do not have it; omit it")  # fmt: skip
 
 
 def _attention_keeps_output(config: TransformerConfig) -> bool:

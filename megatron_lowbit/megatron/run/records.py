@@ -76,7 +76,7 @@ def check_resumed(args: Namespace) -> None:
                 if name not in args.resume_changed and not (name == "data" and begins_phase):
                     raise UserError(
                         f"{source.path}: saved by a run with {_OTHER[name]}: this one has {text}; "
-                        f"--resume-changed {name} goes on with it"
+                        f"--resume-changed {name} resumes with it"
                     )
                 say_on_rank_0(f"resumed with {_OTHER[name]}: {text}")
 
