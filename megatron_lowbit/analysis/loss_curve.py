@@ -33,8 +33,8 @@ def read_losses(path: Path) -> LossCurve:
     columns: dict[str, list[float]] = {name: [] for name in LossCurve._fields}
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:
-        raise UserError(f"{path}: cannot be read as a metrics.jsonl file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read as metrics.jsonl ({error.strerror})") from None
     for number, line in enumerate(lines, start=1):
         location = f"{path}:{number}"
         record = as_object(parse_json(line, location), location)

@@ -303,7 +303,10 @@ def translate_tokenizer_errors() -> Iterator[None]:
     original = global_vars.build_tokenizer
 
     def build(args: Namespace) -> Any:
-        with as_user_error(f"--tokenizer-model {args.tokenizer_model}: cannot be loaded"):
+        name = f"--tokenizer-model {args.tokenizer_model}"
+        if args.tokenizer_model is None:
+            name = f"--tokenizer-type {args.tokenizer_type} without --tokenizer-model"
+        with as_user_error(f"{name}: cannot be loaded"):
             return original(args)
 
     global_vars.build_tokenizer = build
@@ -318,7 +321,7 @@ def in_one_line(error: Exception) -> str:
     message = " ".join(str(error).split())
     if not message:
         check = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
-        message = f"Megatron-LM demands {check}"
+        message = f"Megatron-LM demands {check.removesuffix(' is not None')}"
     if "apply_rope_fusion" in message:  # a field of the configuration, true by default
         message += " Or give --no-rope-fusion."
     return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)

@@ -103,4 +103,5 @@ def test_the_command(write_run, tmp_path):
     command = [sys.executable, TOOL, "x=missing.jsonl", "--output", tmp_path / "x.png"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: missing.jsonl: cannot be read as a metrics.jsonl file\n"
+    reason = "cannot be read as metrics.jsonl (No such file or directory)"
+    assert done.stderr == f"error: missing.jsonl: {reason}\n"
