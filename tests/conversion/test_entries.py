@@ -43,7 +43,7 @@ def other_values(value: Any) -> list[Any]:
 
 
 def changes(entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield entries with other values; those of rotary embeddings one by one."""
+    """Yield entries with other values; entries of rotary embeddings one by one."""
     for key in dict.fromkeys([*entries, *OTHERS]):
         for value in [*other_values(entries.get(key)), *OTHERS.get(key, ())]:
             yield key, value

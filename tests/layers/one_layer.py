@@ -28,7 +28,7 @@ def leaves(m: int, n: int, k: int, seed: int = 5) -> tuple[torch.Tensor, ...]:
 
 
 def run(x, weight, dy, precision, **options) -> tuple[torch.Tensor, ...]:
-    """Return y, dX and dW; ``options`` are those of LinearContext."""
+    """Return y, dX and dW; ``options`` are fields of LinearContext."""
     context = LinearContext(precision, **{"engine": ENGINE, "key": 3} | options)
     y = lowbit_linear(x, weight, context)
     return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))

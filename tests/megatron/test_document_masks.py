@@ -1,10 +1,23 @@
 """Attention within documents on GPUs: no token sees one of another document.
 
+The file is its own worker.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_lowbit.megatron.forward_step import _documents
+from megatron_lowbit.megatron.pretrain import teardown
 from tests.megatron.tiny_models import TINY, built, one_rank
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 LENGTH, BOUNDARIES, PADDED = 128, [0, 37, 100, 128], [0, 36, 100, 128]
 LINE = f"""
@@ -25,10 +38,10 @@ def test_losses_of_a_document_do_not_depend_on_others(recipe):
         other = tokens.clone()
         first, last = slice(0, BOUNDARIES[1]), slice(BOUNDARIES[2], LENGTH)
         other[:, first] = (tokens[:, first] + 1) % 512
-        masked = [losses(model, each, BOUNDARIES) for each in (tokens, other)]
+        masked = [losses(model, each, BOUNDARIES)[0] for each in (tokens, other)]
         assert torch.equal(masked[0][:, last], masked[1][:, last])
         assert not torch.equal(masked[0][:, first], masked[1][:, first])
-        whole = [losses(model, each, [0, LENGTH]) for each in (tokens, other)]
+        whole = [losses(model, each, [0, LENGTH])[0] for each in (tokens, other)]
         assert not torch.equal(whole[0][:, last], whole[1][:, last])
         torch.testing.assert_close(masked[0][:, first], whole[0][:, first], rtol=0, atol=0.02)
 
@@ -60,25 +73,12 @@ def worker(recipe: str, folder: Path) -> None:
     torch.distributed.init_process_group("nccl")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     with teardown():
-        model = model_on_ranks(recipe, ranks)
+        padding = f"--context-parallel-size {ranks} --pad-documents-to-multiple-of {2 * ranks}"
+        model = built(f"{LINE} --precision-recipe {recipe} {padding}", "cuda")
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(512, (1, LENGTH), generator=generator).cuda()
         values, places = losses(model, tokens, PADDED)
         torch.save((places.cpu(), values.cpu()), folder / f"{ranks}-{rank}.pt")
-
-
-def model_on_ranks(recipe: str, ranks: int) -> torch.nn.Module:
-    """Return a model whose sequences are split over context-parallel ranks."""
-    line = f"{LINE} --precision-recipe {recipe} --context-parallel-size {ranks}"
-    args = parse_arguments(shlex.split(f"{line} --pad-documents-to-multiple-of {2 * ranks}"))
-    config = model_config_of(args)
-    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
-    model_parallel_cuda_manual_seed(5)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    models = [config.get_builder_cls()(config).build_model(groups).cuda()]
-    for hook in config.pre_wrap_hooks:
-        models = hook(models)
-    return models[0]
 
 
 def losses(

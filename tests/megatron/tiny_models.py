@@ -42,6 +42,7 @@ def built(line: str, device: str = "cpu") -> torch.nn.Module:
     config = model_config_of(args)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
     )
     model_parallel_cuda_manual_seed(5)

@@ -79,10 +79,6 @@ def obstacle(precision: LinearPrecision, engine: Engine) -> str | None:
             "fprop.input has codes that depend on several tokens; use a format whose scales lie "
             "within a token, such as fp8-1x128-e4m3, rounding nearest and no split_mean"
         )
-    if quantizer.splits_mean:
-        return "fprop.input.split_mean takes a mean of the expert's tokens; omit it"
-    if quantizer.rounding is Rounding.STOCHASTIC:
-        return "fprop.input.rounding is stochastic, with bits of the expert's rows; use nearest"
     if not precision.wgrad.requantizes_rhs:
         return (
             "wgrad.input is made from values that are not sent; add --recipe-set "
