@@ -90,7 +90,7 @@ def fuses_mlp(args: Namespace, part: Part, device: Device) -> bool:
 def _add_communication(
     args: Namespace, part: Part, device: Device, hiding: dict[Gemm, float], passes: Passes
 ) -> None:
-    """Add the time of tensor- and expert-parallel communication of one part.
+    """Add the time of tensor-, context- and expert-parallel communication of one part.
 
     With sequence parallelism the first layer gathers its input, as codes where it quantizes them,
     in forward and for wgrad, and the second scatters sums; without, it reduces them. The sums of a
@@ -119,6 +119,15 @@ def _add_communication(
         else:
             passes.forward["tensor parallel"] = 2 * stream
             passes.backward["tensor parallel"] = max(0.0, 2 * stream - hiding[Gemm.WGRAD])
+    context = args.context_parallel_size
+    if part.name == "attention" and context > 1:
+        # Keys and values go around the ranks while others are multiplied, backward with gradients.
+        heads = 2 * query_groups(args) // tensor
+        sent = (context - 1) * tokens * heads * args.kv_channels * BF16
+        there = device.link(context, tensor).send(sent)
+        forward, backward = _attention(args, device)
+        passes.forward["context parallel"] = max(0.0, there - forward)
+        passes.backward["context parallel"] = max(0.0, 2 * there - backward)
     if part.name == "experts" and expert > 1:
         # There and back; each rank sends and receives its own tokens' choices.
         sent = tokens // tensor * args.moe_router_topk * args.hidden_size * (expert - 1) / expert

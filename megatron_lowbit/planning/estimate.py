@@ -28,6 +28,7 @@ from megatron_lowbit.planning.model import (
     local_tokens,
     output_layer,
     parameters,
+    replicas,
     tokens_of,
 )
 from megatron_lowbit.recipes import Recipe
@@ -76,7 +77,9 @@ class Estimate(NamedTuple):
     @property
     def gpus(self) -> int:
         """Ranks of the layout."""
-        return self.layout.tensor * self.layout.pipeline * self.layout.data
+        layout = self.layout
+        context = int(self.args.context_parallel_size)
+        return layout.tensor * layout.pipeline * layout.data * context
 
     def utilisation(self, device: Device) -> float:
         """Return model FLOPs over what the GPUs' BF16 tensor cores could do by the data sheet."""
@@ -108,7 +111,7 @@ def estimate(
         times.append(passes)
         memory.append(rank_memory(args, parts, count, layout, stage, head, device))
     seconds = _step(args, stages, times, counts, layout, device)
-    tokens = layout.data * layout.microbatches * tokens_of(args)
+    tokens = replicas(args) * layout.microbatches * tokens_of(args)
     counted = Namespace(**vars(args) | {"padded_vocab_size": padded})
     flops = num_floating_point_operations(counted, tokens // args.seq_length)
     return Estimate(layout, args, counts, memory, seconds, tokens, flops)
@@ -137,7 +140,7 @@ def _stage_times(
         passes.add(head_times(args, head, device))
     if layout.pipeline > 1 and layout.virtual == 1:  # interleaved, transfers overlap
         sent = local_tokens(args) * args.hidden_size * BF16
-        link = device.link(layout.pipeline, layout.tensor * layout.data, ring=False)
+        link = device.link(layout.pipeline, layout.tensor * replicas(args), ring=False)
         passes.backward["pipeline transfers"] = 2 * link.send(sent)
     return passes
 
@@ -167,7 +170,7 @@ def _step(
     phases = repeated([(there, forward.total()), (back, backward.total())], layout.microbatches)
     if device.accumulate:
         largest = max(count.all for count in counts)
-        shards = layout.data if args.use_distributed_optimizer else 1
+        shards = replicas(args) if args.use_distributed_optimizer else 1
         moved = largest * (_UNSHARDED_BYTES + _ADAM_BYTES / shards)
         seconds["optimizer"] = device.moved(moved)
         phases.append((step, seconds["optimizer"]))
@@ -187,8 +190,8 @@ def data_parallel(
     tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
     gradients = gathers = 0.0
     for number, ranks, stride in (
-        (count.all - count.experts, args.data_parallel_size, tensor),
-        (count.experts, args.data_parallel_size // expert, tensor * expert),
+        (count.all - count.experts, replicas(args), tensor),
+        (count.experts, replicas(args) // expert, tensor * expert),
     ):
         if number == 0:
             continue

@@ -101,10 +101,12 @@ def layout_of(args: Namespace, gpus: int) -> Layout:
     Raises UserError where the data-parallel ranks or the global batch do not divide.
     """
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    data, expert = gpus // (tensor * pipeline), args.expert_model_parallel_size
+    context, expert = args.context_parallel_size, args.expert_model_parallel_size
+    data = gpus // (tensor * pipeline * context)
     require(
-        data % expert == 0,
-        f"--expert-model-parallel-size {expert}: {data} data-parallel ranks are no multiple",
+        data * context % expert == 0,
+        f"--expert-model-parallel-size {expert}: {data * context} ranks of data and context "
+        "parallelism are no multiple",
     )
     step = data * args.micro_batch_size
     batch = args.global_batch_size or step
@@ -162,12 +164,13 @@ def _divided_gpus(
     """Yield every division of the GPUs, with microbatches of one sequence, none recomputed."""
     interleaved = interleaved and args.hybrid_layer_pattern is None
     experts = _powers(gpus) if args.num_experts is not None else [1]
+    context = args.context_parallel_size
     for tensor in _powers(min(gpus, gpus_per_node)):
         for pipeline in range(1, args.num_layers + 1):
-            if gpus % (tensor * pipeline):
+            if gpus % (tensor * pipeline * context):
                 continue
-            data = gpus // (tensor * pipeline)
-            for expert in (n for n in experts if data % n == 0):
+            data = gpus // (tensor * pipeline * context)
+            for expert in (n for n in experts if data * context % n == 0):
                 for chunks in divisions(args.num_layers, pipeline, interleaved):
                     virtual = len(chunks) // pipeline
                     yield Layout(tensor, pipeline, virtual, data, expert, 1, 1, 0, chunks)

@@ -31,6 +31,7 @@ from megatron_lowbit.planning.model import (
     loss_fusion,
     mixer,
     query_groups,
+    replicas,
     tokens_of,
 )
 
@@ -58,7 +59,7 @@ def state(args: Namespace, count: Parameters) -> Amounts:
     each += args.main_params_dtype.itemsize
     if args.use_precision_aware_optimizer and args.main_params_dtype.itemsize == FP32:
         each -= 0 if args.quantized_param_gather else BF16
-    shards = args.data_parallel_size if args.use_distributed_optimizer else 1
+    shards = replicas(args) if args.use_distributed_optimizer else 1
     shards_of_experts = max(1, shards // args.expert_model_parallel_size)
     held = (count.all - count.experts) / shards + count.experts / shards_of_experts
     weights, gradients = BF16 * count.all, gradient_bytes(args) * count.all

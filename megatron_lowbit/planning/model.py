@@ -184,14 +184,19 @@ def query_groups(args: Namespace) -> int:
 
 
 def tokens_of(args: Namespace) -> int:
-    """Return the tokens of a microbatch."""
-    return int(args.micro_batch_size * args.seq_length)
+    """Return the tokens of a microbatch on a rank: context parallelism splits sequences."""
+    return int(args.micro_batch_size * args.seq_length // args.context_parallel_size)
 
 
 def local_tokens(args: Namespace) -> int:
     """Return the tokens whose residual stream a rank has: sequence parallelism splits them."""
     split = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return tokens_of(args) // split
+
+
+def replicas(args: Namespace) -> int:
+    """Return the ranks that hold the same parameters, except experts."""
+    return int(args.data_parallel_size * args.context_parallel_size)
 
 
 def loss_fusion(args: Namespace) -> str | None:
@@ -221,7 +226,10 @@ def check_plannable(args: Namespace) -> None:
         ("--mtp-num-layers", args.mtp_num_layers),
         ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size),
         ("--moe-latent-size", args.moe_latent_size),
-        ("--context-parallel-size", args.context_parallel_size > 1),
+        (
+            "--context-parallel-size of a hybrid",
+            args.context_parallel_size > 1 and args.hybrid_layer_pattern,
+        ),
         ("--distill-from", args.distill_from),
         ("--expert-tensor-parallel-size", expert_tensor != tensor),
         ("a heterogeneous model", args.heterogeneous_layers_config_path),

@@ -166,7 +166,10 @@ def recipe_table(runs: Sequence[Plan]) -> Table:
     table = Table("recipe", *_right(*headings), title=title, title_justify="left")
     for run in runs:
         best, layout = run.best, run.best.layout
-        sizes = zip(("TP", "PP", "VP", "DP", "EP"), layout[:5], strict=True)
+        sizes = zip(
+            ("TP", "CP", "PP", "VP", "DP", "EP"),
+            (layout.tensor, run.args.context_parallel_size, *layout[1:5]), strict=True,
+        )  # fmt: skip
         ranks = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "DP")
         speed = ["does not fit"]
         if run.ranked:

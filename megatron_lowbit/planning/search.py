@@ -156,11 +156,11 @@ def enough_gpus(run: Plan) -> int | None:
     weights = sum(
         number * linear.weights for part, number in run.parts.items() for linear in part.linears
     )
-    per_node = run.device.gpus_per_node
+    per_node, context = run.device.gpus_per_node, run.args.context_parallel_size
     for gpus in sorted(size << power for power in range(16) for size in (1, 3)):
         # A weight has 4 bits at least, whatever the layout.
         may_fit = weights / 2 <= gpus * run.device.usable_bytes
-        if gpus < run.gpus or gpus % min(gpus, per_node) or not may_fit:
+        if gpus < run.gpus or gpus % min(gpus, per_node) or gpus % context or not may_fit:
             continue
         tried, _ = candidates(run.training, gpus, per_node, interleaved=False)
         smallest = [

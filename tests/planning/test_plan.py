@@ -48,7 +48,9 @@ MOVED = 1 / H200.moved(1.0)
         f"--gpus 6 {LLAMA_8B} --as-given --tensor-model-parallel-size 4": "world size (6)",
         f"--gpus 7 {LLAMA_8B} --as-given": "global_batch_size (256)",
         f"--gpus 8 {LLAMA_8B} --mtp-num-layers 1": "no layout is possible; --mtp-num-layers",
-        f"--gpus 8 {LLAMA_8B} --as-given --context-parallel-size 2": "do not cover",
+        f"--gpus 8 @{EXAMPLES}/hybrid-8b.args --as-given --context-parallel-size 2": "do not cover",
+        f"--gpus 4 {LLAMA_8B} --seq-length 65536 --max-position-embeddings 65536 "
+        "--context-parallel-size 4 --as-given --global-batch-size 4 --gpu h100": "use --gpus ",
         f"--gpus 8 {LLAMA_8B} --as-given --distill-from teacher": "--distill-from: plans of memory",
         f"--gpus 37 {LLAMA_8B}": "--gpus 37: no layout is possible; --global-batch-size",
         f"--gpus 8 {LLAMA_8B} --context-parallel-size 0": "--context-parallel-size 0: must be an",
@@ -336,6 +338,21 @@ def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quart
     halved, _ = moved("--use-distributed-optimizer --grad-reduce-in-bf16")
     assert 2 * halved == gradients
     assert moved("") == (pytest.approx(2 * gradients), 0)
+
+
+def test_context_parallel_ranks_divide_sequences_and_the_optimizer():
+    """Two ranks with half of a sequence each have all but attention as one with a half."""
+    text = f"@{EXAMPLES}/llama3-8b.args --use-distributed-optimizer --max-position-embeddings 16384"
+    half = planned(f"{text} --seq-length 8192 --global-batch-size 2", 2)
+    split = planned(f"{text} --seq-length 16384 --global-batch-size 1 --context-parallel-size 2", 2)
+    assert (half.tokens, half.gpus) == (split.tokens, split.gpus) == (16384, 2)
+    assert half.memory[0].parts == split.memory[0].parts
+    assert half.seconds["data parallel"] == split.seconds["data parallel"]
+    alone = planned(f"{text} --seq-length 16384 --global-batch-size 1", 1)
+    # Keys and values pass while scores are computed: attention takes half of one rank's time.
+    assert "context parallel" not in split.seconds
+    assert split.seconds["attention"] == pytest.approx(alone.seconds["attention"] / 2)
+    assert split.seconds["attention"] == pytest.approx(2 * half.seconds["attention"])
 
 
 def test_1f1b_holds_a_microbatch_less_in_each_later_stage():
