@@ -205,6 +205,27 @@ def test_what_clips(format, rounding):
         assert clipped == pytest.approx(max(share - saved, 0), abs=2e-3)
 
 
+def test_shares_that_floor_clips():
+    """2.4% of Gaussian numbers in MXFP4, and a quarter of uniform ones; the MXFP4 paper has 3%."""
+    generator = torch.Generator().manual_seed(1)
+    for x, share in (
+        (torch.randn(1024, 1024, generator=generator), 0.024),
+        (torch.rand(1024, 1024, generator=generator) - 0.5, 0.25),
+    ):
+        scales = quantize(x, "mxfp4", scale_rounding="floor").scales.float() - 127
+        beyond = x.view(1024, -1, 32).abs() > 6 * torch.exp2(scales)[..., None]
+        assert beyond.float().mean().item() == pytest.approx(share, rel=0.03)
+
+
+def test_a_scale_that_is_rounded_up_wastes_numbers():
+    """The example of the NVFP4 paper, appendix B.4: an amax above 3 gets the scale 1 and is 3."""
+    x = torch.zeros(1, 32)
+    x[0, 0] = 3.01
+    q = quantize(x, "mxfp4", scale_rounding="rceil")
+    assert q.scales.item() == 127 and q.dequantize()[0, 0] == 3
+    assert quantize(x, "nvfp4").dequantize()[0, 0].item() == pytest.approx(3.01)
+
+
 @pytest.mark.parametrize("format", TORCHAO)
 def test_three_quarters_never_clips(format):
     """Just below a power of two, the worst case, and over FP32: |v| stays within the element."""

@@ -61,6 +61,27 @@ def test_fidelity_of_what_is_quantized(blocks, least):
     assert 1 - (seen - exact).square().sum() / exact.square().sum() >= least
 
 
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 100.0])
+def test_distributions_of_scales_and_codes_are_those_of_rms_norm(scale):
+    """The paper's figure 3, left and middle: at most 1% of either would have to move."""
+    x = scale * gaussian(512, 1024)
+    quantize = Quantizer(FORMATS["mxfp8-e4m3"].with_options(scale_rounding="rceil"))
+    normalized = rms_norm(x).float()
+    found, expected, other = map(
+        quantize, (MXNorm().normalize(x, 32), normalized, 1.4 * normalized)
+    )
+
+    def distance(one, two):
+        counts = (torch.bincount(t.view(torch.uint8).flatten().int(), minlength=256)
+                  for t in (one, two))  # fmt: skip
+        first, second = (count / count.sum() for count in counts)
+        return (first - second).abs().sum() / 2
+
+    for name in ("scales", "codes"):
+        ours, theirs, others = (getattr(q, name) for q in (found, expected, other))
+        assert distance(ours, theirs) < 0.01 < 0.02 < distance(others, theirs)
+
+
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("outlier", [1.0, 1e3, 1e30])
 def test_values_never_exceed_the_bound(p, outlier):

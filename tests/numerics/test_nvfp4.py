@@ -168,3 +168,21 @@ def test_stochastic_tensor_is_unbiased_where_nothing_clips():
     np.testing.assert_allclose(
         error[~inside], (scaled - 6)[~inside] * decode[~inside], rtol=1e-3, atol=3 * 2**-20
     )
+
+
+def test_the_largest_of_a_block_has_the_error_of_fp8():
+    """One value in 16: a mean error of 2.2% on Gaussian numbers, 2.4% where E4M3 rounds itself.
+
+    "Pretraining Large Language Models with NVFP4", section 2. MXFP4's scales lose 9.5% there.
+    """
+    x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(1))
+
+    def errors(q, block):
+        blocks, values = (t.view(-1, block) for t in (x, q.dequantize()))
+        largest = blocks.abs().argmax(-1, keepdim=True)
+        return (values / blocks - 1).gather(-1, largest).abs()
+
+    found, mxfp4 = errors(quantize(x, "nvfp4"), 16), errors(quantize(x, "mxfp4"), 32)
+    fp8 = (x.to(torch.float8_e4m3fn).float() / x - 1).abs()
+    assert found.max() < 2**-4 and 0.9 < found.mean() / fp8.mean() < 1
+    assert mxfp4.mean() > 4 * found.mean()
