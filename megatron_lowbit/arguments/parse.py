@@ -63,6 +63,8 @@ OF_GPUS = (
     "moe_token_dispatcher_type",
 )  # fmt: skip
 """Attributes that a CPU changes and that decide what a run on GPUs supports."""
+_LISTING = re.compile(r"^-+ arguments -+$.*^-+ end of arguments -+\n", re.MULTILINE | re.DOTALL)
+"""Megatron-LM's list of all arguments, hundreds of lines."""
 _NEVER = 10**9
 """Interval that is longer than any run, in iterations."""
 
@@ -79,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     Returns:
         Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
         the tokens that Megatron-LM parsed; ``given``: the command line; ``upstream_lines``: what
-        Megatron-LM printed meanwhile under ``--short-log``;
+        Megatron-LM printed meanwhile under ``--short-log`` or in a dry run;
         ``cuda_graph_impl_on_gpus`` and the others of ``OF_GPUS``: their values on a machine with
         GPUs, where this one has none.
 
@@ -105,10 +107,13 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     tokens = words.tokens()
     ranks = args.dry_run_world_size
     printed: list[str] = []
-    redirected = redirect_upstream(printed.append) if args.short_log else nullcontext()
+    is_short = args.short_log or args.dry_run
+    redirected = redirect_upstream(printed.append) if is_short else nullcontext()
     with environment("WORLD_SIZE", None if ranks is None else str(ranks)), redirected:
         parsed = _parse_upstream(tokens)
     parsed.upstream_lines = "".join(printed)
+    if args.dry_run and not args.short_log:
+        say(*_LISTING.sub("", parsed.upstream_lines).splitlines())
     parsed.upstream_command_line = tokens
     parsed.given = given
     on_gpus = args if machine.capability is None else parsed

@@ -152,6 +152,7 @@ def test_recipe_parameters_memory_and_time_are_printed_once(model, capsys):
     assert shown.count("linear layers quantized") == 1
     assert shown.count("parameters; 16 ranks: TP 1, CP 1, EP 1, PP 2, DP 8") == 1
     assert "GiB per rank" in shown and "tokens/s per GPU" in shown
+    assert "using world size: 16" in shown and "end of arguments" not in shown
     assert shown.rstrip().endswith("dry run: nothing was trained, nothing was written")
 
 
