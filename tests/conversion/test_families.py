@@ -38,7 +38,7 @@ CASES = [
     ("linear llama", 1, 1, 1), ("dynamic llama", 1, 1, 1), ("yarn qwen2", 1, 1, 1),
     ("qwen2", 1, 1, 1), ("qwen2", 2, 1, 1), ("qwen2", 1, 2, 1),
     ("ministral", 1, 1, 1), ("cwm", 1, 1, 1), ("arcee", 1, 1, 1), ("gemma", 1, 1, 1),
-    ("granite", 1, 1, 1), ("granite", 2, 1, 1),
+    ("granite", 1, 1, 1), ("granite", 2, 1, 1), ("biased granite", 1, 1, 1),
     ("glm", 1, 1, 1), ("glm", 2, 1, 1), ("glm-4", 1, 1, 1), ("glm-4", 2, 1, 1),
     ("ernie-4.5", 1, 1, 1), ("helium", 1, 1, 1),
     ("gpt-bigcode", 1, 1, 1), ("starcoder2", 1, 1, 1), ("starcoder2", 2, 1, 1),

@@ -139,6 +139,9 @@ MODELS = {
     "granite": ("granite", {
         "attention_multiplier": 0.21, "embedding_multiplier": 5.3, "logits_scaling": 7.0,
         "residual_multiplier": 0.22, "rope_parameters": ROPE}),
+    "biased granite": ("granite", {
+        "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21,
+        "rope_parameters": ROPE}),
     "arcee": ("arcee", {"rope_parameters": ROPE}),
     "gemma": ("gemma", {"rope_parameters": ROPE, "pad_token_id": None}),
     "glm": ("glm", {"rope_parameters": PARTIAL, "pad_token_id": None}),

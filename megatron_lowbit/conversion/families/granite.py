@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron_lowbit.conversion.families.dense import LLAMA
+from megatron_lowbit.conversion.families.llamas import LLAMA_WITH_BIASES
 from megatron_lowbit.conversion.family import Entry, positive_number
 
 
@@ -13,13 +13,13 @@ def _inverse(value: Any) -> float:
 
 
 GRANITE = replace(
-    LLAMA,
+    LLAMA_WITH_BIASES,
     name="Granite",
     architecture="GraniteForCausalLM",
     model_type="granite",
-    arguments={**LLAMA.arguments, "use_mup": True, "mup_attn_scale_power": 0.0},
+    arguments={**LLAMA_WITH_BIASES.arguments, "use_mup": True, "mup_attn_scale_power": 0.0},
     entries={
-        **LLAMA.entries,
+        **LLAMA_WITH_BIASES.entries,
         "mup_embedding_mult": positive_number("embedding_multiplier", 1.0),
         # The scale of attention scores is the root of this.
         "mup_base_head_dim": Entry(

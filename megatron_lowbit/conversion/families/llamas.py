@@ -111,14 +111,14 @@ def _rotated(skips: Sequence[int] | None) -> list[int]:
 
 
 SMOLLM3 = replace(
-    LLAMA,
+    LLAMA_WITH_BIASES,
     name="SmolLM3",
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
-    fixed={**LLAMA.fixed, "use_sliding_window": False},
+    fixed={**LLAMA_WITH_BIASES.fixed, "use_sliding_window": False},
     defaults={"num_key_value_heads": 4},
     entries={
-        **LLAMA.entries,
+        **LLAMA_WITH_BIASES.entries,
         "rotary_base": rotary_base("rope_theta", 2_000_000),
         "untie_embeddings_and_output_weights": untied(True),
         "no_rope_freq": Entry("no_rope_layers", _layers_without_rope, _rotated),
