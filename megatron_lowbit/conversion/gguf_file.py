@@ -142,6 +142,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     is_scaled = model["rotary_seq_len_interpolation_factor"] or "yarn_beta_fast" in model
     require(not is_scaled, f"{source}: to-gguf writes rope_type 'default' and 'llama3' alone")
     require(not model["add_bias_linear"], f"{source}: to-gguf converts no biases")
+    require(not model.get("window_size"), f"{source}: to-gguf converts no sliding windows")
     folder.check(names)
     for rule in converted.rules:
         lazy_chunks(folder, rule)  # checks shapes

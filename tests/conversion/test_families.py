@@ -37,6 +37,7 @@ CASES = [
     ("llama with biases", 1, 1, 1), ("llama with biases", 2, 1, 1),
     ("linear llama", 1, 1, 1), ("dynamic llama", 1, 1, 1), ("yarn qwen2", 1, 1, 1),
     ("qwen2", 1, 1, 1), ("qwen2", 2, 1, 1), ("qwen2", 1, 2, 1),
+    ("qwen2 with windows", 1, 1, 1), ("qwen3 with windows", 1, 1, 1),
     ("ministral", 1, 1, 1), ("cwm", 1, 1, 1), ("arcee", 1, 1, 1), ("gemma", 1, 1, 1),
     ("granite", 1, 1, 1), ("granite", 2, 1, 1), ("biased granite", 1, 1, 1),
     ("glm", 1, 1, 1), ("glm", 2, 1, 1), ("glm-4", 1, 1, 1), ("glm-4", 2, 1, 1),
@@ -107,7 +108,7 @@ def test_there_and_back(name, sources, tmp_path):
     ["llama with biases", "linear llama", "yarn qwen2", "scaled yarn llama", "mistral",
      "mistral without windows", "seed-oss", "smollm3", "phi-3", "ministral", "cwm", "arcee",
      "gemma", "glm", "glm-4", "granite", "ernie-4.5", "helium", "gpt-bigcode", "starcoder2",
-     "stablelm", "nemotron", "jais-2"],
+     "stablelm", "nemotron", "jais-2", "qwen2 with windows", "qwen3 with windows"],
 )  # fmt: skip
 def test_an_export_computes_the_same_in_transformers(name, sources, tmp_path):
     """By the exported config.json, whose entries have other names than transformers' own."""

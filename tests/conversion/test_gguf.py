@@ -334,6 +334,8 @@ ALONE = "to-gguf writes rope_type 'default' and 'llama3' alone"
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
          ALONE),
         ({"attention_bias": True, "mlp_bias": True}, "to-gguf converts no biases"),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": True,
+          "sliding_window": 6}, "to-gguf converts no sliding windows"),
     ],
 )  # fmt: skip
 def test_other_llamas_are_refused(change, message, tmp_path):

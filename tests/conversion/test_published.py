@@ -132,6 +132,11 @@ PUBLISHED = {
         "--rotary-seq-len-interpolation-factor=4 --position-embedding-type=rope",
         "--yarn",
     ),
+    "Qwen2.5-7B, windows": (
+        QWEN_2 | {"use_sliding_window": True, "max_window_layers": 3},
+        "--window-size=131071,0 --window-attn-skip-freq=[0,0,0,1]",
+        "--disable-bias-linear=",
+    ),
     "Qwen2.5-0.5B": (
         QWEN_2 | {"tie_word_embeddings": True},
         "--add-qkv-bias",
@@ -182,7 +187,6 @@ def test_a_model_of_another_family_than_its_source():
         (SMOLLM3, {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers must be 1 or 0"),
         (SMOLLM3, {"use_sliding_window": True}, "use_sliding_window True: only False"),
         (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias True: only False"),
-        (QWEN_2, {"use_sliding_window": True}, "use_sliding_window True: only False"),
         (PHI_3, {"rope_scaling": LONG_ROPE}, "rope_type 'longrope': only 'default', "),
         (PHI_3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5: must be at most 1"),
         (

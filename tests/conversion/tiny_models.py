@@ -132,6 +132,12 @@ MODELS = {
     "phi-3": ("phi3", {
         "sliding_window": 6, "pad_token_id": None, "rope_parameters": PARTIAL}),
     "qwen2": ("qwen2", {"rope_parameters": ROPE}),
+    "qwen2 with windows": ("qwen2", {
+        "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2,
+        "rope_parameters": ROPE}),
+    "qwen3 with windows": ("qwen3", {
+        "use_sliding_window": True, "sliding_window": 6, "layer_types": GEMMA3["layer_types"],
+        "rope_parameters": ROPE}),
     "mistral": ("mistral", {"sliding_window": 6, "rope_parameters": ROPE}),
     "ministral": ("ministral", {
         "sliding_window": 6, "layer_types": GEMMA3["layer_types"], "rope_parameters": ROPE}),

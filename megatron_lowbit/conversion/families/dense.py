@@ -1,6 +1,7 @@
 """Llama 2 and 3, and Qwen3: names and entries from which other families start."""
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_lowbit.conversion.families.rope import (
     linear_factor,
@@ -17,7 +18,10 @@ from megatron_lowbit.conversion.family import (
     positive_number,
     query_groups,
     untied,
+    window,
+    windows,
 )
+from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.json_files import Entries
 
 OUTER = {
@@ -57,6 +61,34 @@ ALL_WINDOWS = {
     ),
 }
 """Argument of a model whose layers all have a window, or none."""
+
+
+def _last_layers(entries: Entries) -> list[bool]:
+    """Return True for each layer that has a window in files without ``layer_types``."""
+    first = entries.integer("max_window_layers", 28, minimum=0)
+    return [layer >= first for layer in range(number_of_layers(entries))]
+
+
+def _if_used(entry: Entry) -> Entry:
+    """Return an entry that is read only if ``use_sliding_window`` enables a window."""
+
+    def read(entries: Entries) -> Any:
+        is_used = entries.boolean("use_sliding_window", False) and window().read(entries)
+        return entry.read(entries) if is_used else None
+
+    return entry._replace(read=read)
+
+
+QWEN_WINDOWS = {
+    "window_size": _if_used(window()),
+    "window_attn_skip_freq": _if_used(windows(_last_layers)),
+}
+"""Windows of Qwen2 and Qwen3."""
+
+
+def qwen_entries(model: Model) -> dict[str, Any]:
+    """Return the entries of scaled frequencies, and the entry that enables windows."""
+    return {**rope_entry(model), "use_sliding_window": bool(model.get("window_size"))}
 
 
 def _head_dimension(entries: Entries) -> int:
@@ -105,7 +137,9 @@ QWEN3 = replace(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     arguments={**LLAMA.arguments, "qk_layernorm": True},
-    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    entries={**LLAMA.entries, "kv_channels": integer("head_dim", 128)},
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    defaults={"sliding_window": 4096},
+    entries={**LLAMA.entries, **QWEN_WINDOWS, "kv_channels": integer("head_dim", 128)},
     layers={**QWEN3_ATTENTION, **MLP},
+    more_entries=qwen_entries,
 )

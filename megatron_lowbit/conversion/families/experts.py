@@ -131,6 +131,7 @@ QWEN3_MOE = replace(
     name="Qwen3-MoE",
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
+    fixed={**QWEN3.fixed, "use_sliding_window": False},
     defaults={"num_key_value_heads": 4},
     entries={
         **LLAMA.entries,

@@ -15,7 +15,9 @@ from megatron_lowbit.conversion.families.dense import (
     MLP,
     QKV_BIAS,
     QKV_PROJ,
+    QWEN_WINDOWS,
     UNGATED_MLP,
+    qwen_entries,
 )
 from megatron_lowbit.conversion.families.rope import (
     rope_arguments,
@@ -78,20 +80,22 @@ QWEN2 = replace(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     arguments={**LLAMA.arguments, "add_qkv_bias": True},
-    fixed={"hidden_act": "silu", "use_sliding_window": False},
-    defaults={"num_key_value_heads": 32},
+    fixed={"hidden_act": "silu"},
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+    entries={**LLAMA.entries, **QWEN_WINDOWS},
     layers={**ATTENTION, **QKV_BIAS, **MLP},
+    more_entries=qwen_entries,
 )
 
 SEED_OSS = replace(
-    QWEN2,
+    LLAMA,
     name="Seed-OSS",
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
-    arguments=LLAMA.arguments,
     fixed={"hidden_act": "silu", "attention_out_bias": False, "mlp_bias": False},
     defaults={"num_key_value_heads": 8, "head_dim": 128},
     entries={**LLAMA.entries, "add_qkv_bias": boolean("attention_bias", True)},
+    layers={**ATTENTION, **QKV_BIAS, **MLP},
 )
 
 
