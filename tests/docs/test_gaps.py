@@ -12,7 +12,7 @@ GAP = re.compile(r"[+-]?(\d+\.\d+)%\s+±\s+(\d+\.\d+)")
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 GENERATED = [
     DOCS / "results.md",
-    *(DOCS / "research" / f"{n}.md" for n in ("leaderboard", "evidence")),
+    *(DOCS / "research" / f"{n}.md" for n in ("leaderboard", "evidence", "claims")),
 ]
 
 
