@@ -99,7 +99,7 @@ def _verify(
         return None
     name = verify.wrong_weight(folder, next_steps.READERS[args.quantized].dtype)
     if name is None:
-        say("weights in transformers are those of the files")
+        say("weights in transformers equal the files")
         return None
     return f"transformers does not load the weights of {folder}: {name}"
 

@@ -99,7 +99,7 @@ def to_megatron(
             "tokens; the model and its exports do not have it"
         )
     if ignored:
-        say(f"{source}: {ignored} tensors of {part} are left out")
+        say(f"{source}: {ignored} tensors of {part} are ignored")
     return converted
 
 
@@ -276,7 +276,7 @@ def _calibrate(
     inputs = [precision.fprop.lhs for precision in recipe.configs.values()]
     needed = any(side is not None and side.format.tensor_scaled for side in inputs)
     message = f"--calibrate: recipe {recipe.name} quantizes no input with a tensor scale"
-    require(needed, f"{message}; leave it out, or give --recipe qat-nvfp4-activations")
+    require(needed, f"{message}; omit it, or give --recipe qat-nvfp4-activations")
     if tokenizer is None:
         raise UserError("--calibrate needs a tokenizer: give its folder as --carry")
     # It needs megatron-core's models, which take seconds to import.

@@ -134,7 +134,7 @@ def test_refusals(folder, tmp_path):
     text, out = folder / "text", tmp_path / "out"
     quantized = ("--quantized", "compressed-tensors", "--recipe")
     refused(folder, out, "--calibrate go with --quantized", "--calibrate", text)
-    message = "recipe qat-mxfp4 quantizes no input with a tensor scale; leave it out"
+    message = "recipe qat-mxfp4 quantizes no input with a tensor scale; omit it"
     refused(folder, out, message, *quantized, "qat-mxfp4", "--calibrate", text)
     (tmp_path / "empty.jsonl").write_text("")
     message = r"--calibrate .*empty.jsonl: holds no text"

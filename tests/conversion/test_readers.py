@@ -205,7 +205,7 @@ def test_verify_loads_as_the_user_will(tmp_path, capsys, monkeypatch):
     save_checkpoint(tmp_path, "Llama", hidden_size=192)
     words = ["--quantized", "compressed-tensors", "--recipe", "qat-mxfp4"]
     code, lines, _ = verified(capsys, *words)
-    assert code == 0 and "weights in transformers are those of the files" in lines
+    assert code == 0 and "weights in transformers equal the files" in lines
     # A reader that takes other scales is found, by the weight's name.
     monkeypatch.setattr(next_steps, "_ragged", lambda folder: None)
     code, lines, errors = verified(capsys, "--quantized", "fp8-blocks", "--recipe", "fp8-tile")

@@ -66,7 +66,7 @@ def test_evidence(claim):
 
 @pytest.mark.parametrize("claim", ROWS.values(), ids=ROWS)
 def test_figures(claim):
-    """Decimal numbers are those of a linked file; a gap has its error there."""
+    """Decimal numbers are in a linked file; a gap has its error there."""
     paths = [ROOT / re.split("#|::", file)[0] for file in claim.files]
     texts = [COMPUTED[path.name]() if path.name in COMPUTED else path.read_text("utf-8")
              for path in paths]  # fmt: skip

@@ -32,22 +32,22 @@ class Tic(NamedTuple):
 
 # Limits are what is left: lower them with each removal, do not raise them.
 TICS = (
-    Tic(rf"\b(?:{AMOUNT}) an? (?:{UNIT})\b", "one scale a tensor", "one scale per tensor", 0, 7, 0),
-    Tic(r"\bbeside\b", "beside the recipe", "next to the recipe", 0, 18, 0),
-    Tic(r"\banew\b", "is built anew", "is built again", 0, 3, 0),
+    Tic(rf"\b(?:{AMOUNT}) an? (?:{UNIT})\b", "one scale a tensor", "one scale per tensor", 0, 0, 0),
+    Tic(r"\bbeside\b", "beside the recipe", "next to the recipe", 0, 0, 0),
+    Tic(r"\banew\b", "is built anew", "is built again", 0, 0, 0),
     Tic(r"\bmerely\b", "merely a name", "only a name", 0, 0, 0),
     Tic(r"\bmended\b", "was mended", "was fixed", 0, 0, 0),
     Tic(r"\bbeforehand\b", "known beforehand", "known in advance", 0, 0, 0),
     Tic(r"\bfor ever\b", "waits for ever", "waits forever", 0, 0, 0),
-    Tic(r"\bthat of\b", "that of the weight", "the scale of the weight", 0, 15, 0),
-    Tic(r"\bthose of\b", "those of training", "the bits of training", 2, 43, 3),
+    Tic(r"\bthat of\b", "that of the weight", "the scale of the weight", 0, 1, 0),
+    Tic(r"\bthose of\b", "those of training", "the bits of training", 2, 0, 0),
     Tic(r", where (?:`\w[^`]*`|\w+) (?:has|had|takes)\b", "1.4, where `nvfp4` has 0.9",
-        "1.4, compared with 0.9 for `nvfp4`", 0, 1, 0),
+        "1.4, compared with 0.9 for `nvfp4`", 0, 0, 0),
     Tic(r"\b(?:leave|leaves|leaving|left) (?:\w+ ){0,3}out\b", "is left out", "is ignored",
-        4, 2, 2),
+        4, 0, 0),
     Tic(r"(?m)^#+ (?:What|Where|Which|Who|How)\b", "## What T does", "## Effect of T", 0, 0, 0),
     Tic(r"\AReturn (?:what|how|where|whether)\b", "Return what is kept", "Return the run",
-        0, 26, 0),
+        0, 0, 0),
 )  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def _stored_compressed(names: Iterable[str], config: dict[str, Any]) -> dict[str
     require(not config["quantization_config"].get("transform_config"), message)
     for name, group in zip(form_names, groups, strict=True):
         bits = group.inner("weights").integer("num_bits", 4, 1, 16)
-        message = f"{PLACE}: {name} weights of {bits} bits are not read, those of 4 are"
+        message = f"{PLACE}: {name} weights of {bits} bits are not read, weights of 4 are"
         require(name != _INT4.name or bits == 4, message)
     names = set(names)
     weights: dict[str, Stored] = {}
@@ -244,7 +244,7 @@ def _modelopt_config(modules: Modules, unquantized: Sequence[str]) -> dict[str, 
     if any(with_input) and not all(with_input):
         raise UserError(
             f"--quantized modelopt quantizes the inputs of all modules or of none, but the recipe "
-            f"those of {with_input.count(True)} of {len(with_input)}"
+            f"the inputs of {with_input.count(True)} of {len(with_input)}"
         )
     block = FORMATS["nvfp4"].block
     scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
