@@ -7,7 +7,7 @@ FROM python:3.12.12-slim-bookworm AS cpu
 
 LABEL org.opencontainers.image.title="megatron-lowbit" \
       org.opencontainers.image.description="Low-precision LLM pretraining on Megatron: CPU, tests" \
-      org.opencontainers.image.version="0.2.0" \
+      org.opencontainers.image.version="0.3.0" \
       org.opencontainers.image.licenses="Apache-2.0"
 
 # torch.compile builds the quantizers' loops with g++. No version: Debian's mirrors keep only the
@@ -46,7 +46,7 @@ FROM nvcr.io/nvidia/pytorch:26.03-py3 AS gpu
 
 LABEL org.opencontainers.image.title="megatron-lowbit" \
       org.opencontainers.image.description="Low-precision LLM pretraining on Megatron: NVIDIA GPUs" \
-      org.opencontainers.image.version="0.2.0" \
+      org.opencontainers.image.version="0.3.0" \
       org.opencontainers.image.licenses="Apache-2.0"
 
 # A virtual environment on top of the image's Python: what it holds goes before the image's

@@ -44,7 +44,7 @@ REFUSED = [
     (f"{IN_FP8} --use-te-activation-func", f"{IN_FP8} needs"),
     # Recipes.
     ("--fp4-recipe nvpf4", "nvpf4", "nvfp4"),
-    ("--fp8-recipe blokwise", "blokwise", "fp8-tile"),
+    ("--fp8-recipe blokwise", "blokwise", "lowbit-recipes list"),
     ("--precision-recipe none.yaml", "none.yaml", "does not exist"),
     ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "--precision-recipe", "--fp4-recipe"),
     ("--fp8-recipe fp8-tile --fp4-recipe mxpf4", "mxpf4", "mxfp4"),
