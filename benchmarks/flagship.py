@@ -120,10 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the cases that the output lacks; the file is written after each."""
     parser = training_steps.cases_parser(__doc__, seconds=500)
     parser.add_argument("--iterations", type=int, default=14)
-    parser.add_argument(
-        "--gpu", dest="gpus", type=int, nargs="+", default=[None], metavar="N",
-        help="numbers of GPUs, a case on each (default: the first)",
-    )  # fmt: skip
+    training_steps.add_gpus(parser)
     parser.add_argument("--cpu", action="store_true", help="tiny models")
     args = parser.parse_args(argv)
     gib = math.inf if args.cpu else min(memory_gib(gpu or 0) for gpu in args.gpus)

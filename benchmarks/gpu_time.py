@@ -171,10 +171,7 @@ def profile(case: Case, gpus: str | None) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train the cases that the output lacks under the profiler; write the file after each."""
     parser = training_steps.cases_parser(__doc__, seconds=1e9, only=True)
-    parser.add_argument(
-        "--gpu", dest="gpus", type=int, nargs="+", default=[None], metavar="N",
-        help="numbers of GPUs, a case on each (default: the first)",
-    )  # fmt: skip
+    training_steps.add_gpus(parser)
     args = parser.parse_args(argv)
     fitting = {case.name: case for case in cases() if case.gpus <= len(args.gpus)}
     rows = run_cases(

@@ -218,6 +218,14 @@ def cases_parser(doc: str | None, seconds: float, only: bool = False) -> argpars
     return parser
 
 
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    """Add the numbers of the GPUs among which cases are divided."""
+    parser.add_argument(
+        "--gpu", dest="gpus", type=int, nargs="+", default=[None], metavar="N",
+        help="numbers of GPUs, a case on each (default: the first)",
+    )  # fmt: skip
+
+
 def run_cases(
     cases: Mapping[str, Any],
     run: Callable[[Any, str | None], dict[str, Any]],

@@ -65,7 +65,7 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
     """Return the mean over the last share of a run's iterations, of at least one that is logged.
 
-    The share counts the whole run, including the part before another run's checkpoint.
+    The share is of the whole run, also of a run that began from the checkpoint of another.
     """
     losses = curve.losses[np.isfinite(curve.losses)]
     if not len(losses):

@@ -77,9 +77,7 @@ class Estimate(NamedTuple):
     @property
     def gpus(self) -> int:
         """Ranks of the layout."""
-        layout = self.layout
-        context = int(self.args.context_parallel_size)
-        return layout.tensor * layout.pipeline * layout.data * context
+        return self.layout.tensor * self.layout.pipeline * replicas(self.args)
 
     def utilisation(self, device: Device) -> float:
         """Return model FLOPs over what the GPUs' BF16 tensor cores could do by the data sheet."""

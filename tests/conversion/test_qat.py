@@ -202,7 +202,8 @@ def test_inputs_of_some_modules_alone_are_not_modelopt_s(run_of, tmp_path):
         "configs.weights={weight: {format: nvfp4}}",
         "matchers.mlp={type: glob, pattern: '*.mlp.*', config: weights, enabled: true}",
     ])  # fmt: skip
-    with pytest.raises(UserError, match=r"inputs of all modules or of none, .* inputs of 8 of 14"):
+    message = r"inputs of all modules or of none, .* the inputs of 8 of 14"
+    with pytest.raises(UserError, match=message):
         to_hugging_face(
             run_of("qat-nvfp4-activations").checkpoint, tmp_path / "out", quantized=wanted
         )

@@ -12,7 +12,7 @@ GAP = re.compile(r"[+-]?(\d+\.\d+)%\s+±\s+(\d+\.\d+)")
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 GENERATED = [
     DOCS / "results.md",
-    *(DOCS / "research" / f"{n}.md" for n in ("leaderboard", "evidence", "claims")),
+    *(DOCS / "research" / f"{n}.md" for n in ("leaderboard", "evidence")),
 ]
 
 
@@ -34,7 +34,9 @@ def test_gaps_of_pages_are_computed():
     earlier = json.loads((RESULTS / "leaderboard-mixed.json").read_text())
     for text in (leaderboard.page(earlier, leaderboard.SPEEDS), *map(read, GENERATED)):
         computed |= set(GAP.findall(text))
-    found = {(page.name, *gap) for page in PAGES if page not in GENERATED
+    # Decimals of claims.md are compared by test_generate_claims.py.
+    others = {*PAGES} - {*GENERATED, DOCS / "research" / "claims.md"}
+    found = {(page.name, *gap) for page in others
              for gap in GAP.findall(read(page))}  # fmt: skip
     assert len(found) > 25
     assert [gap for gap in found if gap[1:] not in computed] == []

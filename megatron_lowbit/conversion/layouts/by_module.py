@@ -244,7 +244,7 @@ def _modelopt_config(modules: Modules, unquantized: Sequence[str]) -> dict[str, 
     if any(with_input) and not all(with_input):
         raise UserError(
             f"--quantized modelopt quantizes the inputs of all modules or of none, but the recipe "
-            f"the inputs of {with_input.count(True)} of {len(with_input)}"
+            f"quantizes the inputs of {with_input.count(True)} of {len(with_input)}"
         )
     block = FORMATS["nvfp4"].block
     scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
