@@ -76,14 +76,15 @@ class Composer:
         gpus: number of GPUs; 0 on a CPU.
         timeout: seconds for a run.
         end: time, by ``time.monotonic``, after which none is started.
+        ranks_per_gpu: ranks of a run that may share a GPU.
     """
 
     def __init__(
         self, context: BaseContext, results: Results, work: Path, gpus: int, timeout: float,
-        end: float,
+        end: float, ranks_per_gpu: int = 1,
     ) -> None:  # fmt: skip
         self._results, self._work, self._starts = results, work, work / "starts"
-        self._gpus, self._timeout, self._end = gpus, timeout, end
+        self._places, self._timeout, self._end = gpus * ranks_per_gpu, timeout, end
         self._crews = Crews(context, gpus)
         self._no_start: dict[str, Outcome] = {}
 
@@ -93,7 +94,7 @@ class Composer:
         for run in runs:
             if run.key in self._results.cells:
                 continue
-            if (obstacle := run.obstacle(self._gpus)) is not None:
+            if (obstacle := run.obstacle(self._places)) is not None:
                 self._results.add("cells", _cell(run, Outcome(*obstacle)))
             else:
                 runnable.append(run)
@@ -239,6 +240,9 @@ def _parser() -> argparse.ArgumentParser:
         help="of models and data: how far a pair's losses move by chance",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument(
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="ranks of a run that share a GPU"
+    )
     parser.add_argument("--timeout", type=float, default=60, help="seconds for a run")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after these")
     parser.add_argument("--work", type=Path, help="folder for checkpoints and logs of failed runs")
@@ -256,10 +260,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [run._replace(seed=seed) for layers in args.layers for recipe in args.recipes
             for run in runs_of(layers, recipe, bool(gpus))
             if set(args.features) & set(run.features) for seed in args.seeds]  # fmt: skip
-    results = Results(args.output, {"machine": records.description(gpus=gpus)})
+    shared = {"ranks_per_gpu": args.ranks_per_gpu}
+    results = Results(args.output, {"machine": records.description(gpus=gpus) | shared})
     with tempfile.TemporaryDirectory() as folder:
         work = args.work or Path(folder)
-        composer = Composer(context, results, work, gpus, args.timeout, begin + args.seconds)
+        composer = Composer(
+            context, results, work, gpus, args.timeout, begin + args.seconds, args.ranks_per_gpu
+        )
         composer.compose(runs, args.jobs)
     cells = [results.cells[run.key] for run in runs if run.key in results.cells]
     print(dict(Counter(cell["outcome"] for cell in cells)), f"of {len(runs)}")

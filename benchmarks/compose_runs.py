@@ -74,23 +74,28 @@ class Crew:
         context: of ``start_server``.
         ranks: number of processes.
         environment: variables of the processes.
+        per_host: ranks that share a host's GPUs; further ones are another host's to NCCL, which
+            gives each GPU of a host to one rank.
     """
 
-    def __init__(self, context: BaseContext, ranks: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, context: BaseContext, ranks: int, environment: Mapping[str, str], per_host: int
+    ) -> None:
         self.runs = 0
         self._store = store = torch.distributed.TCPStore(
             "localhost", 0, is_master=True, wait_for_workers=False
         )
         common = {} if ranks == 1 else {
             "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "compose",
+            "LOCAL_WORLD_SIZE": str(per_host), "TORCHELASTIC_RUN_ID": "compose",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         self._ranks = []
         for rank in range(ranks):
-            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            host, local = divmod(rank, per_host)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "NCCL_HOSTID": f"host-{host}"}
             ours, theirs = context.Pipe()
-            variables = {**common, **rank_variables, **environment}
+            variables = {**common, **(own if ranks > 1 else {}), **environment}
             process = context.Process(target=_rank, args=(theirs, rank, ranks, variables))
             process.start()
             theirs.close()
@@ -201,7 +206,8 @@ class Crews:
         else:
             for _, other in taken:
                 other.end()
-            crew = Crew(self._context, run.ranks, self._environment(needs))
+            per_host = min(run.ranks, self._gpus) or run.ranks
+            crew = Crew(self._context, run.ranks, self._environment(needs), per_host)
         try:
             yield crew
         except BaseException:

@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import os
 import runpy
 import subprocess
 import time
@@ -53,7 +54,7 @@ def test_nothing_is_left_of_a_crew(tmp_path, monkeypatch):
         raise RuntimeError
 
     monkeypatch.setattr(compose_runs, "_train", train)
-    crew = compose_runs.Crew(multiprocessing.get_context("fork"), 1, {})
+    crew = compose_runs.Crew(multiprocessing.get_context("fork"), 1, {}, 1)
     assert crew.make([[]], tmp_path / "run", 60).kind == "failed"
     crew.end()
     status = Path("/proc", (tmp_path / "pid").read_text(), "status")
@@ -77,6 +78,22 @@ def test_four_ranks_need_four_gpus(tmp_path):
     composer = compose.Composer(None, results, tmp_path, 2, 120, time.monotonic() - 1)
     composer.compose([Run(("TP2", "PP2"), "te", "bf16", True, True)], jobs=1)
     assert [cell["outcome"] for cell in results.cells.values()] == ["needs 4 GPUs"]
+
+
+def test_ranks_that_share_a_gpu_are_of_several_hosts(tmp_path, monkeypatch):
+    """NCCL refuses two ranks of one host on a GPU."""
+
+    def train(arguments, folder, logs, began):
+        values = (os.environ[name] for name in ("LOCAL_RANK", "NCCL_HOSTID"))
+        (tmp_path / os.environ["RANK"]).write_text(" ".join(values))
+
+    monkeypatch.setattr(compose_runs, "_train", train)
+    crews = compose_runs.Crews(multiprocessing.get_context("fork"), gpus=2)
+    with crews.crew(Run(("TP2", "PP2"), "te", "bf16", True, True)) as crew:
+        assert crew.make([[]], tmp_path / "run", 60).kind == "ended"
+    crews.end()
+    places = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert places == ["0 host-0", "1 host-0", "0 host-1", "1 host-1"]
 
 
 def test_hybrids_of_transformer_engine_need_mamba(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import nodes
 import psutil
 import pytest
+import torch
 import yaml
 from tiny_run import ROOT, arguments_for, steps
 from torch.distributed.run import get_args_parser
@@ -84,14 +85,13 @@ def test_a_failure_starts_all_again():
     assert POD["terminationGracePeriodSeconds"] > 30  # what torchrun waits before it kills
 
 
-def command_of(index: int, training: list[str]) -> list[str]:
-    """Return one node's command of the manifest, with one process and other training arguments."""
-    script = CONTAINER["args"].index("pretrain_gpt.py")
-    launcher = [
-        a.replace("$(JOB_COMPLETION_INDEX)", str(index)) for a in CONTAINER["args"][:script]
-    ]
-    one_process = [*launcher, "--nproc-per-node=1", "pretrain_gpt.py"]  # the last option counts
-    return [sys.executable, *CONTAINER["command"][1:], *one_process, *training]
+def command_of(index: int, training: list[str], processes: int = 1) -> list[str]:
+    """Return one node's command of the manifest, with its processes and training arguments."""
+    own = CONTAINER["args"][: CONTAINER["args"].index("pretrain_gpt.py")]
+    launcher = [a.replace("$(JOB_COMPLETION_INDEX)", str(index)) for a in own]
+    # The last option counts.
+    script = [*launcher, f"--nproc-per-node={processes}", "pretrain_gpt.py"]
+    return [sys.executable, *CONTAINER["command"][1:], *script, *training]
 
 
 def log_of(folder: Path, index: int) -> Path:
@@ -165,3 +165,40 @@ def test_a_killed_pod_loses_only_what_came_after_the_checkpoint(start, whole, tm
     until(lambda: "failed (exitcode: 1)" in said(survivor), survivor, seconds=60)
     assert not trained(last, 100)
     begins_again(pods, start, tmp_path, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_killed_pod_of_two_gpus_loses_only_what_came_after_the_checkpoint(
+    corpus, launch, tmp_path
+):
+    """Two pods on this host, which have the same GPUs: to NCCL two hosts, joined by TCP."""
+
+    def start(folder: Path) -> list[subprocess.Popen]:
+        own = "--bf16 --transformer-impl local --micro-batch-size 1 --train-iters 60"
+        own += f" --save-interval 20 --exit-signal-handler --save {folder} --load {folder}"
+        training = arguments_for(corpus, tuple(own.split()))
+        commands = [command_of(n, training, processes=2) for n in range(2)]
+        # A host does not know the names of a cluster.
+        local = [[a.replace(parsed().master_addr, "localhost") for a in c] for c in commands]
+        return [
+            launch(command, log_of(folder, n), NCCL_HOSTID=f"pod-{n}", NCCL_DEBUG="INFO")
+            for n, command in enumerate(local)
+        ]
+
+    whole = tmp_path / "whole"
+    assert [pod.wait(timeout=300) for pod in start(whole)] == [0, 0], said(log_of(whole, 0))[-5000:]
+    assert "via NET/Socket" in said(log_of(whole, 1))
+    killed = tmp_path / "killed"
+    last = log_of(killed, 1)
+    pods = start(killed)
+    until(lambda: trained(last, 23), last)
+    torchrun = psutil.Process(pods[0].pid)
+    for process in [torchrun, *torchrun.children(recursive=True)]:
+        process.kill()
+    until(lambda: pods[1].poll() is not None, last, seconds=120)
+    assert not trained(last, 60)
+    pods[0].wait()
+    assert [pod.wait(timeout=300) for pod in start(killed)] == [0, 0], said(last)[-3000:]
+    assert loaded(log_of(killed, 0), killed)
+    assert steps(killed) == steps(whole) and len(steps(whole)) == 60
