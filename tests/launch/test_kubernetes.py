@@ -175,7 +175,7 @@ def test_a_killed_pod_of_two_gpus_loses_only_what_came_after_the_checkpoint(
     """Two pods on this host, which have the same GPUs: to NCCL two hosts, joined by TCP."""
 
     def start(folder: Path) -> list[subprocess.Popen]:
-        own = "--bf16 --transformer-impl local --micro-batch-size 1 --train-iters 60"
+        own = "--bf16 --micro-batch-size 1 --train-iters 60"
         own += f" --save-interval 20 --exit-signal-handler --save {folder} --load {folder}"
         training = arguments_for(corpus, tuple(own.split()))
         commands = [command_of(n, training, processes=2) for n in range(2)]
