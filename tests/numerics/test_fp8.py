@@ -202,3 +202,15 @@ def test_tensors_against_torchao(element, scale_format, seed, exponent):
     q = Quantizer(f)(x)
     assert q.tensor_scale == 1 / scale
     assert np.array_equal(bytes_of(q.codes), bytes_of(codes))
+
+
+@pytest.mark.parametrize(
+    ("format", "share"),
+    [("fp8-tensor-e4m3", 0.97), ("fp8-128x128-e4m3", 0.97 / 16), ("fp8-1x128-e4m3", 0.97 / 2048)],
+)
+def test_an_outlier_makes_zeros_of_what_shares_its_scale(format, share):
+    """One of a million times the others' size: 97% of the tensor, and of its tile alone."""
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1))
+    x[100, 200] = 1e6
+    zeros = (quantize(x, format).dequantize() == 0).float().mean()
+    assert zeros.item() == pytest.approx(share, rel=0.03)
