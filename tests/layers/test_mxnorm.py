@@ -103,6 +103,15 @@ def test_fprop_multiplies_what_the_quantizers_make(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "fp8-tile"])
+def test_the_gain_can_be_merged_into_the_weight(recipe):
+    """For inference, section 3.7: the same bits without a gain."""
+    (x, gain, weight, _), _ = leaves()
+    with torch.no_grad():
+        seen = mxnorm_linear(x, torch.ones_like(gain), weight * gain, precision(recipe))
+        assert torch.equal(seen, mxnorm_linear(x, gain, weight, precision(recipe)))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "fp8-tile"])
 def test_every_recipe_with_blocks_trains(recipe):
     tensors, grad = leaves()
     exact = gradients(

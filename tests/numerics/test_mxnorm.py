@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_lowbit.numerics import FORMATS, Quantizer
+from megatron_lowbit.numerics.block_formats.mx import MX
+from megatron_lowbit.numerics.formats import ElementFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, mean_rounded, rms_of_rounded
 from megatron_lowbit.numerics.rmsnorm import tree_sum
 
@@ -33,6 +35,9 @@ def test_a_block_of_two():
 def test_the_papers_constants():
     assert 1 / absmax_constant(1, 16) == pytest.approx(0.4814, abs=1e-4)
     assert 1 / absmax_constant(2, 16) == pytest.approx(0.4688, abs=1e-4)
+    # Bounds of 64 blocks, section 4.2; RMSNorm's is 32.
+    assert 64 * absmax_constant(1, 16) == pytest.approx(132.95, abs=0.02)
+    assert 8 * absmax_constant(2, 16) == pytest.approx(17.06, abs=0.01)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
@@ -52,10 +57,18 @@ def test_fidelity_before_the_cast(block, hidden, scale):
     assert 1 - residual >= 0.999
 
 
-@pytest.mark.parametrize(("blocks", "least"), [(32, 0.998), (256, 0.999)])
-def test_fidelity_of_what_is_quantized(blocks, least):
-    x, quantize = gaussian(256, 32 * blocks), Quantizer(FORMATS["mxfp8-e4m3"].with_options(
-        scale_rounding="rceil"))  # fmt: skip
+MXFP8 = FORMATS["mxfp8-e4m3"].with_options(scale_rounding="rceil")
+INT2 = MX("int2", ElementFormat("int2", 1, 0, max=1.0, min_normal=1.0), 1)
+"""-1, 0 and 1: conclusion."""
+
+
+@pytest.mark.parametrize(
+    ("format", "blocks", "least"),
+    [(MXFP8, 32, 0.998), (MXFP8, 256, 0.999), (INT2, 32, 0.95), (INT2, 256, 0.98)],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_fidelity_of_what_is_quantized(format, blocks, least):
+    x, quantize = gaussian(256, 32 * blocks), Quantizer(format)
     exact = quantize(rms_norm(x).float()).dequantize().double()
     seen = quantize(MXNorm().normalize(x, 32)).dequantize().double()
     assert 1 - (seen - exact).square().sum() / exact.square().sum() >= least
@@ -65,7 +78,7 @@ def test_fidelity_of_what_is_quantized(blocks, least):
 def test_distributions_of_scales_and_codes_are_those_of_rms_norm(scale):
     """The paper's figure 3, left and middle: at most 1% of either would have to move."""
     x = scale * gaussian(512, 1024)
-    quantize = Quantizer(FORMATS["mxfp8-e4m3"].with_options(scale_rounding="rceil"))
+    quantize = Quantizer(MXFP8)
     normalized = rms_norm(x).float()
     found, expected, other = map(
         quantize, (MXNorm().normalize(x, 32), normalized, 1.4 * normalized)
