@@ -85,6 +85,21 @@ def equal(seen, wanted) -> bool:
     return all(map(torch.equal, *(bits(one) for one in (seen, wanted))))
 
 
+def gather(buffer) -> None:
+    """Check that gathered rows take 33/32 bytes per element as codes and scales, 4 as FP32 sums.
+
+    The buffer begins as zeros, and no byte that is written into it is 0.
+    """
+    rows, columns = 64, 128
+    xs = [torch.full((rows, columns), 1.2345678)] * 2
+    for path in ("gathered", "compact"):
+        keep = False, path == "gathered"
+        call(buffer, xs, None, RMSNorm(), name="mxfp8-e4m3", keep=keep, path=path)
+    own = buffer.owner.view(2, -1)[buffer.rank, buffer.data :]
+    sent = {half.count_nonzero().item() for half in own.view(2, -1)}
+    assert sent == {rows // 2 * columns * (4 + size) for size in (4, 33 / 32)}
+
+
 def die(buffer) -> None:
     """Check a third call to which the last rank does not come: the result is no number."""
     xs = list(torch.ones(buffer.ranks, 4, 128))
@@ -154,6 +169,7 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
     [
         ("agree", 2),
         pytest.param("agree", 3, marks=pytest.mark.slow),
+        ("gather", 2),
         pytest.param("die", 2, marks=pytest.mark.slow),
         ("differ", 2),
         pytest.param("differ_in_path", 2, marks=pytest.mark.slow),
