@@ -1,4 +1,4 @@
-"""Runs whose blend of datasets changes, with an end and a resumption at the transition."""
+"""Runs whose blend of datasets changes, with an end and a resumption at each transition."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from megatron_lowbit.megatron import forward_step
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 PHASES = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 500, "--split", "80,20,0",
-          "--phase-transition-iterations", 3, "--train-iters", 6, "--lr-decay-iters", 6,
+          "--phase-transition-iterations", "2,4", "--train-iters", 6, "--lr-decay-iters", 6,
           "--fp4-recipe", "nvfp4")  # fmt: skip
 WEB, CODE = range(10, 100), range(200, 290)
 
@@ -41,15 +41,16 @@ def tokens_seen(monkeypatch):
 
 
 def test_each_phase_has_its_blend(pretrain_here, datasets, tokens_seen, tmp_path):
-    """The learning rate's schedule covers both phases."""
+    """The learning rate's schedule covers the three phases."""
     web, code = datasets
     run = ("--save", tmp_path / "run", "--load", tmp_path / "run")
-    for blend, most in (((0.9, web, 0.1, code), WEB), ((0.1, web, 0.9, code), CODE)):
+    first, second = ((0.9, web, 0.1, code), WEB), ((0.1, web, 0.9, code), CODE)
+    for blend, most in (first, second, first):
         tokens_seen.clear()
         done(pretrain_here(*PHASES, *run, "--data-path", *blend))
-        training = tokens_seen[:12]  # 3 iterations of 4; the evaluation comes after them
+        training = tokens_seen[:8]  # 2 iterations of 4; the evaluation comes after them
         assert len(set(tokens_seen) - set(WEB) - set(CODE)) == 0
-        assert sum(token in most for token in training) >= 9
+        assert sum(token in most for token in training) >= 6
     rates = [line["learning_rate"] for line in metrics(tmp_path / "run") if "lm_loss" in line]
     assert rates == pytest.approx([1e-2 * (1 - step / 6) for step in range(1, 7)])
 
