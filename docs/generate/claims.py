@@ -14,7 +14,7 @@ from render import ROOT, parser, render
 
 PAGE = ROOT / "docs" / "research" / "claims.md"
 CLAIMS = ROOT / "docs" / "templates" / "claims.yaml"
-STATES = ["shown", "shown in part", "not shown", "not tried"]
+STATES = ["shown", "contradicted", "needs hardware", "shown in part", "not shown", "not tried"]
 
 
 class Claim(NamedTuple):
