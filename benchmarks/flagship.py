@@ -34,7 +34,9 @@ from megatron_lowbit.command_line import expand_files
 
 PEAK_TFLOPS = 989
 """Dense BF16 TFLOP/s of an H100 SXM and of an H200 SXM, NVIDIA's data sheets."""
-NOT_IN_GRAPHS = "--overlap-moe-expert-parallel-comm", "--quantized-expert-dispatch"
+NOT_IN_GRAPHS = (
+    "--overlap-moe-expert-parallel-comm", "--quantized-expert-dispatch", "--transformer-impl",
+)  # fmt: skip
 DECLARED = cases_file("flagship")
 MODELS: dict[str, dict[str, Any]] = DECLARED["models"]
 

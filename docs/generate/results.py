@@ -4,9 +4,10 @@
     lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 -- ...
     python docs/generate/results.py runs/flagship
 
-Steps are read from benchmarks/results/flagship-h100*.json and flagship-h200*.json. Finished runs of
-a folder go into benchmarks/results/flagship-runs.json and replace runs of the same name and seed;
-without a folder the page is written from that file. The page names missing measurements; only the
+Steps are read from benchmarks/results/flagship-h100*.json, flagship-h200*.json and, of several
+GPUs, flagship-2xh200*.json and flagship-4xh200*.json. Finished runs of a folder go into
+benchmarks/results/flagship-runs.json and replace runs of the same name and seed; without a folder
+the page is written from that file. The page names missing measurements; only the
 H100's steps that README's picture shows are required.
 """
 
@@ -40,6 +41,7 @@ from steps import (
     ORDER,
     PICTURED,
     SAME_LOSS,
+    SEVERAL,
     TIMES,
     Steps,
     read_steps,
@@ -222,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     args = made.parse_args(argv)
     found = {kind: read_steps(args.results, kind) for kind in KINDS}
+    several = {kind: read_steps(args.results, kind) for kind in SEVERAL}
     shown = [steps for steps in found.values() if steps and steps.choices()]
     if not shown or shown[0] is not found[KINDS[0]]:
         missing = args.results / f"flagship-{KINDS[0]}.json"
@@ -236,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     longer = longer_runs(runs, gaps_by_name)
     words = caption(shown) | {"memory": memory(args.results / "peak_memory-h200.json")}
     gaps = board_gaps(args.results / "leaderboard.json")
-    tables = {"measured": found, "longer": longer, "overview": overview(shown, gaps)}
+    hosts = found | {kind: steps for kind, steps in several.items() if steps}
+    tables = {"measured": hosts, "longer": longer, "overview": overview(shown, gaps)}
     text = render("results", bases=BASES, **tables, **words, **about)
     images = args.root / "docs" / "images"
     if runs:

@@ -12,6 +12,8 @@ from results_pictures import is_own
 from benchmarks import flagship
 
 KINDS = ("h100", "h200")
+SEVERAL = ("2xh200", "4xh200")
+"""Hosts whose cases take several GPUs at once."""
 BF16, OWN_FP8, TENSORWISE = (
     f"Megatron-LM {name}" for name in ("BF16", "FP8 blockwise", "FP8 tensorwise")
 )
@@ -170,7 +172,7 @@ def read_steps(results: Path, kind: str) -> Steps | None:
     rows: dict[tuple[str, str, bool], dict] = {}
     for file in files:
         data = json.loads(file.read_text())
-        if kind.upper() not in data["machine"]["gpu"]:
+        if kind[kind.rindex("h") :].upper() not in data["machine"]["gpu"]:
             raise SystemExit(f"error: {file}: measured on {data['machine']['gpu']}")
         for row in data["rows"]:
             key = row["model"], row["precision"], row["graphs"]

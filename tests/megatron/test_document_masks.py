@@ -48,9 +48,12 @@ def test_losses_of_a_document_do_not_depend_on_others(recipe):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-tile", "mxfp8"])
-def test_context_parallel_ranks_have_the_losses_of_one(recipe, tmp_path):
-    """Padded documents: other sums in attention, in BF16."""
+@pytest.mark.parametrize(("recipe", "atol"), [("bf16", 0.02), ("fp8-tile", 0.05), ("mxfp8", 0.05)])
+def test_context_parallel_ranks_have_the_losses_of_one(recipe, atol, tmp_path):
+    """Padded documents: other sums in attention, in BF16, and other sides of rounding thresholds.
+
+    Two H200s differ by up to 0.034 in FP8.
+    """
     for ranks in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    "--nproc-per-node", str(ranks), __file__, recipe, str(tmp_path)]  # fmt: skip
@@ -63,7 +66,7 @@ def test_context_parallel_ranks_have_the_losses_of_one(recipe, tmp_path):
     found = torch.full_like(expected, torch.nan)
     for places, values in parts:
         found[0, places[0]] = values[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def worker(recipe: str, folder: Path) -> None:
