@@ -126,6 +126,11 @@ OPERANDS = {
         (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
         (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
     ),
+    "nvfp4-backward": gemms(
+        (MXFP8, MXFP8),
+        (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
+        (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
+    ),
     "tetrajet2": gemms(
         ("e2m1 1x128 nearest",) * 2, ("e2m1 1x128 stochastic",) * 2, ("e2m1 1x128 stochastic",) * 2
     ),
@@ -136,13 +141,14 @@ NAMES = {  # formats whose blocks look like NVFP4's
     "nvfp4-ue5m3": dict.fromkeys(GEMMS, ("nvfp4-ue5m3", "nvfp4-ue5m3")),
     "quartet2": gemms(("quartet2",) * 2, ("ms-eden",) * 2, ("ms-eden",) * 2),
     "torchao-v2": gemms(("nvfp4",) * 2, ("ms-eden", "nvfp4"), ("ms-eden", "nvfp4")),
+    "nvfp4-backward": gemms(("mxfp8-e4m3",) * 2, ("ms-eden", "nvfp4"), ("ms-eden", "nvfp4")),
 }
 REUSED = {  # what GEMMs have of others: everything that is not named is False
     "averis": {"dgrad": {"rhs_of_fprop"}, "wgrad": {"rhs_of_fprop", "lhs_of_dgrad"}},
     "quartet2": {"dgrad": {"requantizes_rhs"}, "wgrad": {"requantizes_rhs"}},
     "torchao-v2": {"dgrad": {"requantizes_rhs"}},
 }
-REUSED["tetrajet2"] = REUSED["quartet2"]
+REUSED["tetrajet2"], REUSED["nvfp4-backward"] = REUSED["quartet2"], REUSED["torchao-v2"]
 LATE = {"nvfp4-late-bf16": "nvfp4", "torchao-v2-late-bf16": "torchao-v2"}
 """Recipes with a forward pass in BF16 at the end, and those that they are until then."""
 
@@ -166,7 +172,8 @@ HADAMARDS = {
     "mxfp4-backward": {"dgrad": FRESH_64, "wgrad": FRESH_64},
     "mxfp4": {"wgrad": Hadamard(32, "fixed", "bf16")},
     **{name: {"wgrad": FIXED_16} for name in ("nvfp4", "nvfp4-fold", "nvfp4-4over6")},
-    **{name: {"dgrad": FRESH_128, "wgrad": FRESH_128} for name in ("quartet2", "torchao-v2")},
+    **{name: {"dgrad": FRESH_128, "wgrad": FRESH_128}
+       for name in ("quartet2", "torchao-v2", "nvfp4-backward")},
     "tetrajet2": {"dgrad": FIXED_16, "wgrad": FIXED_16},
 }
 
