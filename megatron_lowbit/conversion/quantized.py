@@ -290,14 +290,14 @@ def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: TensorSource) -
 def _input(fprop: GemmPrecision, amax: Tensor | None) -> tuple[BlockFormat | None, Tensor | None]:
     """Return the format of fprop's input for a reader, and its tensor scale; None for no format.
 
-    Readers do not round at random or scale by three quarters. They take a tensor scale only with
-    weights of that format, and it has to be known, from an amax.
+    Readers do not round at random, scale by three quarters or scale rows of blocks. They take a
+    tensor scale only with weights of that format, and it has to be known, from an amax.
     """
     quantizer, weight = fprop.lhs, fprop.rhs
     if quantizer is None or quantizer.rounding is not Rounding.NEAREST_EVEN:
         return None, None
     format = quantizer.format
-    if getattr(format, "three_quarters", False):
+    if getattr(format, "three_quarters", False) or format.scales_tensor_rows:
         return None, None
     if not format.tensor_scaled:
         return format, None

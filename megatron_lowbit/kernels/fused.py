@@ -203,6 +203,8 @@ class FusedEngine(Engine):
     def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> ExactBF16 | Tensor:
         """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
         exact = is_exact(operand) and is_exact(lhs) and self._has_tensor_cores
+        # Scales of rows lie along the terms of a product with the transpose.
+        exact = exact and not operand.format.scales_tensor_rows
         if not exact or not operand.codes.numel():
             return super().transpose(operand, lhs)
         return exact_values(operand).t()
@@ -210,6 +212,7 @@ class FusedEngine(Engine):
     def dequantize(self, operand: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         """Decode to BF16 by one kernel where blocks have BF16 numbers, and the tensor one scale."""
         taken = is_exact(operand) and operand.scales.numel() and operand.mean is None
+        taken = taken and not operand.format.scales_tensor_rows
         if taken and dtype is torch.bfloat16:
             return rounded_values(operand)
         return super().dequantize(operand, dtype)

@@ -4,8 +4,6 @@ Each function returns the product (M, N) in a dtype, BF16 or FP32; or writes it 
 dtype, or adds it there.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,12 +49,14 @@ def exact_product(
 ) -> Tensor:
     """Multiply exact operands in BF16; tensor scales multiply the sums, means are added to them.
 
-    A product with means is in FP32.
+    A product with means or with scales of rows is in FP32.
     """
     left, right = _as_exact(lhs), _as_exact(rhs)
-    if left.mean is not None or right.mean is not None:
-        left_values, right_values = replace(left, mean=None), replace(right, mean=None)
-        y = exact_product(left_values, right_values, torch.float32)
+    row_scales = left.row_scales, right.row_scales
+    if any(part is not None for part in (*row_scales, left.mean, right.mean)):
+        y = exact_product(_without_rows(left), _without_rows(right), torch.float32)
+        for scales, axis in zip(row_scales, (0, 1), strict=True):
+            y = y if scales is None else y.mul_(scales.movedim(0, axis))
         y = add_means(y, left, right)
         return y if into is None else accumulate_into(*into, y)
     factor = left.tensor_scale if right.tensor_scale is None else right.tensor_scale
@@ -67,6 +67,12 @@ def exact_product(
     if dtype is torch.float32:
         return torch.mm(left.values, right.values.t(), out_dtype=dtype)
     return torch.mm(left.values, right.values.t())
+
+
+def _without_rows(operand: ExactBF16) -> ExactBF16:
+    """Return the operand without its mean and without scales of rows."""
+    scale = operand.tensor_scale if operand.row_scales is None else None
+    return ExactBF16(operand.values, scale)
 
 
 def _as_exact(operand: GpuOperand) -> ExactBF16:

@@ -121,7 +121,7 @@ def _product(mean: Tensor, other: ExactBF16) -> Tensor:
         products = mean * other.values.sum(dim=1, dtype=torch.float32)
     else:
         products = mean @ other.values.float().t()
-    return products if other.tensor_scale is None else products * other.tensor_scale
+    return products if other.tensor_scale is None else products * other.tensor_scale.t()
 
 
 def _product_of_means(left: Tensor, right: Tensor, terms: int) -> Tensor:

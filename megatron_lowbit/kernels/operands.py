@@ -40,8 +40,8 @@ DECODED_TILE = 16, 256
 class ExactBF16:
     """An operand as BF16 numbers (R, K), any strides: times ``tensor_scale`` they are exact.
 
-    ``tensor_scale`` is an FP32 scalar, or None for 1. ``mean``, FP32, is what was split off: (1, K)
-    is added to each row, (R, 1) to each column of the transpose.
+    ``tensor_scale`` is an FP32 scalar, (R, 1) for each row, or None for 1. ``mean``, FP32, is what
+    was split off: (1, K) is added to each row, (R, 1) to each column of the transpose.
     """
 
     values: Tensor
@@ -52,6 +52,12 @@ class ExactBF16:
         """Return the transpose, in the same memory."""
         mean = None if self.mean is None else self.mean.t()
         return ExactBF16(self.values.t(), self.tensor_scale, mean)
+
+    @property
+    def row_scales(self) -> Tensor | None:
+        """The tensor scales of rows, (R, 1)."""
+        scale = self.tensor_scale
+        return scale if scale is not None and scale.ndim else None
 
     def dequantize(self) -> Tensor:
         """Return the FP32 values."""
@@ -139,7 +145,8 @@ def _largest_exponent(operand: QuantizedTensor, exponents: Tensor) -> Tensor:
 
 def has_tensor_scale(format: BlockFormat) -> bool:
     """Return True if the tensor scale may be another than 1."""
-    return format.tensor_scaled or "three_quarters" in format.options
+    scaled = format.tensor_scaled or format.scales_tensor_rows
+    return scaled or "three_quarters" in format.options
 
 
 def _shape(operand: QuantizedTensor) -> tuple[int, int]:

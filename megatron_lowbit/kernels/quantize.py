@@ -39,13 +39,13 @@ class QuantizeSpec(NamedTuple):
     """Quantization of one side, as a constexpr.
 
     ``scales`` is a function of ``scales.py``, or, where ``from_numbers``, of ``block_codes.py``.
-    ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
-    row from the row's amax in its place. ``lanes``: the neighbours that make a group, or 0 for a
-    tile as one tensor, and ``block_lanes`` the lanes of a block quantized at once. ``values``:
-    write BF16 elements times block scales, in the matrix's own layout on both sides, in place of
-    codes and scales. ``fold``: write codes of this element, folded with the factor ``fold_scale``
-    (``numerics/folding.py``), and no block scales; ``bound`` times the amax is a number that no
-    element exceeds.
+    ``block`` is 1 for a format without block scales. One that is ``row_scaled`` has a scale from
+    the amax of a row in their place, or in place of the tensor's. ``lanes``: the neighbours that
+    make a group, or 0 for a tile as one tensor, and ``block_lanes`` the lanes of a block quantized
+    at once. ``values``: write BF16 elements times block scales, in the matrix's own layout on both
+    sides, in place of codes and scales. ``fold``: write codes of this element, folded with the
+    factor ``fold_scale`` (``numerics/folding.py``), and no block scales; ``bound`` times the amax
+    is a number that no element exceeds.
     """
 
     scales: Callable

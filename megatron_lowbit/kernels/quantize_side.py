@@ -38,7 +38,7 @@ def lanes_side(
     BLOCK: tl.constexpr = S.block
     if S.transform is not None:
         lanes = transform_lanes(lanes, side.signs, P, H)
-    amax = _largest_possible(side, S)
+    amax = _largest_possible(side, r, R, S)
     row_number = number(side.rows, r, R)
     if P <= BLOCK:
         quantize_block(lanes, 0, r, group, row_number, R, amax, side, first_program, WIDE, S,
@@ -52,9 +52,14 @@ def lanes_side(
 
 
 @triton.jit
-def _largest_possible(side, S: tl.constexpr):
-    """Load the magnitude that no element exceeds; 0 where it is of no use."""
-    return tl.load(side.amax) * S.bound if side.amax is not None else 0.0
+def _largest_possible(side, r, R, S: tl.constexpr):
+    """Load the magnitude that no element, or none of row ``r``, exceeds; 0 where it has no use."""
+    if side.amax is None:
+        return 0.0
+    elif S.row_scaled:
+        return tl.load(side.amax + r, mask=r < R, other=0.0)
+    else:
+        return tl.load(side.amax) * S.bound
 
 
 @triton.jit
@@ -108,8 +113,10 @@ def quantize_block(
             index = r // ROWS * (columns // BLOCK) + block if ROWS > 1 else block * R + r
             first_of_block = (at % BLOCK == 0) & (r % ROWS == 0) & (r < R) & (at < columns)
             tl.store(side.scales + index, stored, mask=first_of_block)
-    # Every program has the same; the first writes it.
-    if tl.program_id(0) == first_program:
+    if S.row_scaled:
+        tl.store(side.tensor_scale + r, decode, mask=(at == 0) & (r < R))
+    elif tl.program_id(0) == first_program:
+        # Every program has the same; the first writes it.
         tl.store(side.tensor_scale, decode)
 
 
@@ -215,8 +222,8 @@ def _lanes_of_tile(
     lanes = apart(tl.reshape(groups, (N, P)), P)
     r += row0
     quantize_block(
-        lanes, col0 + group * P, r, 0, number(side.rows, r, R), R, _largest_possible(side, S),
-        side, first_program, WIDE, S, TRANSPOSED, EVEN,
+        lanes, col0 + group * P, r, 0, number(side.rows, r, R), R,
+        _largest_possible(side, r, R, S), side, first_program, WIDE, S, TRANSPOSED, EVEN,
     )  # fmt: skip
 
 
@@ -248,7 +255,7 @@ def _whole_tile(
         if col0 == 0:
             tl.store(side.scales + r, stored, mask=r < R)
     elif S.block > 1:
-        amax = _largest_possible(side, S)
+        amax = _largest_possible(side, row0, R, S)
         stored, factor, scale, decode = SCALES(block_amax, amax, E, OPTIONS)
         x = x * over_block(factor, A, B, S.block)
         if S.values:

@@ -155,7 +155,7 @@ def forms_of(
 def takes_norm(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
     """Check whether one kernel normalizes and quantizes x (R, C).
 
-    It takes the usual norms, blocks of one row, and rounding to nearest.
+    It takes the usual norms, blocks of one row, rounding to nearest, and no tensor scales of rows.
     """
     quantizer = request.quantizer
     return (
@@ -163,6 +163,7 @@ def takes_norm(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
         and quantizer.rounding is Rounding.NEAREST_EVEN
         and has_kernel(quantizer)
         and quantizer.format.block_rows == 1
+        and not quantizer.format.scales_tensor_rows
         and request.hadamard is None
         and x.numel() > 0
         and x.shape[1] <= WIDEST_ROW

@@ -143,7 +143,8 @@ def allocator(
         if not layout.scales.numel:
             new_scales = partial(_same, new_scales())
     has_scales = layout.scales is not None and layout.scales.numel > 0
-    new_tensor_scale = _allocation(Memory((), torch.float32), device)
+    scale_shape = (layout.shape[0], 1) if layout.format.scales_tensor_rows else ()
+    new_tensor_scale = _allocation(Memory(scale_shape, torch.float32), device)
     if not layout.tensor_scaled:
         new_tensor_scale = partial(_same, _unit(device))
 

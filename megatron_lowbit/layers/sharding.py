@@ -1,8 +1,8 @@
 """Tensor parallelism of one linear layer's operands: shards, global numbers, collectives."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,8 +93,14 @@ def start_gather(
         return lambda: join(parts())
     ranks, (rows, columns) = dist.get_world_size(group), x.shape
     shape = (ranks * rows, columns) if axis == 0 else (rows, ranks * columns)
-    codes, scales = (_start_gather(t, group) for t in (x.codes, x.scales))
-    return lambda: QuantizedTensor(join(codes()), join(scales()), x.tensor_scale, x.format, shape)
+    names = ["codes", "scales"] + ["tensor_scale"] * x.format.scales_tensor_rows
+    waits = {name: _start_gather(getattr(x, name), group) for name in names}
+
+    def gathered() -> QuantizedTensor:
+        parts: dict[str, Any] = {name: join(wait()) for name, wait in waits.items()}
+        return replace(x, shape=shape, **parts)
+
+    return gathered
 
 
 def _start_gather(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:

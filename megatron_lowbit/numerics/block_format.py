@@ -11,7 +11,7 @@ from megatron_lowbit.numerics.formats import E4M3, ElementFormat, decode, encode
 
 Encoded = tuple[Tensor, Tensor, Tensor]
 """Codes (R, K), ``element.dtype`` or uint8, one per byte; scales, rows (or rows of blocks) first,
-then blocks along K; tensor scale, an FP32 scalar."""
+then blocks along K; tensor scale, an FP32 scalar, or (R, 1) where ``scales_tensor_rows``."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class BlockFormat(ABC):
     Of ``element`` the rest of the package needs the name and the number of bits only.
     ``block_rows`` x ``block`` elements share a scale, blocks running along the last axis. A format
     that is ``tensor_scaled`` also has one scale for the tensor, made from the tensor's amax; one
-    that is ``row_scaled`` has a scale for each row in place of blocks: ``block`` is then 1.
+    that is ``row_scaled`` has a scale for each row in place of the tensor's, or of the blocks':
+    ``block`` is then 1.
     ``scale_bits`` is the width of a block scale. ``OPTIONS`` names the fields that a recipe may
     set, with their values, the default first.
 
@@ -62,7 +63,7 @@ class BlockFormat(ABC):
             scales = scales.repeat_interleave(self.block_rows, dim=0)[: codes.shape[0]]
         shape = codes.shape[-1] // self.block, self.block
         values = decode(codes.unflatten(-1, shape), self.element)
-        return values * self.decode_scales(scales).unsqueeze(-1) * tensor_scale
+        return values * self.decode_scales(scales).unsqueeze(-1) * tensor_scale.view(-1, 1, 1)
 
     def decode_scales(self, scales: Tensor) -> Tensor:
         """Decode stored block scales to FP32."""
@@ -80,6 +81,11 @@ class BlockFormat(ABC):
     def square(self) -> bool:
         """True if the transpose of a quantized tensor is the quantized transpose."""
         return self.block_rows == self.block and not self.row_scaled
+
+    @property
+    def scales_tensor_rows(self) -> bool:
+        """True if each row has a tensor scale of its own, above its blocks' scales."""
+        return self.row_scaled and self.block > 1
 
     @property
     def bits_per_element(self) -> float:
@@ -166,6 +172,12 @@ def block_amax(tiles: Tensor) -> Tensor:
     It is NaN for a block with an infinity or a NaN.
     """
     return finite_amax(tiles.abs().amax(dim=-1, keepdim=True).amax(dim=1, keepdim=True))
+
+
+def row_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of (R, K), (R, 1), as :func:`finite_amax` does."""
+    # Rows without columns have no largest magnitude: a gradient of no tokens, transposed.
+    return finite_amax(x.abs().amax(-1, keepdim=True) if x.shape[1] else x.new_zeros((len(x), 1)))
 
 
 def for_each_row(scales: Tensor, rows: int) -> Tensor:

@@ -61,8 +61,9 @@ def quantize(
         options: the format's own: ``scale_rounding`` (floor, rceil, ceil, even) and
             ``three_quarters`` of MX formats, ``scale_format`` (fp32, pow2) of FP8, ``block_scales``
             (e4m3, foldable, foldable-up), ``four_over_six`` (none, mse, mae, abs_max),
-            ``max_scale`` (448, 256) and ``sixteen_seventeenths`` of NVFP4, ``tensor_scaled`` of
-            ``nvfp4-ue5m3``, ``block`` of MX formats (32, 16) and of FP8 tiles (128, 64, 32, 16).
+            ``max_scale`` (448, 256), ``sixteen_seventeenths`` and ``row_scaled`` of NVFP4,
+            ``tensor_scaled`` of ``nvfp4-ue5m3``, ``block`` of MX formats (32, 16) and of FP8 tiles
+            (128, 64, 32, 16).
 
     Raises:
         ValueError: unknown format, option or rounding, a bad Hadamard size, or x without axes.

@@ -43,7 +43,7 @@ def better_scales(
     Args:
         tiles: FP32 (R/rows, rows, K/16, 16), as ``block_format.blocks`` gives them.
         base: FP32 block scales before rounding, (R/rows, 1, K/16, 1).
-        tensor_scale: FP32 scalar that decodes, 1 / S_enc.
+        tensor_scale: FP32 scalar that decodes, 1 / S_enc; of rows (R, 1, 1, 1).
         uniform: random numbers for both candidates, (2, R, K); None rounds to nearest.
         selection: the error that is compared.
         values: computes the values of E2M1 numbers with block scales, both in FP32.

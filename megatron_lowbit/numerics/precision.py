@@ -75,8 +75,12 @@ class GemmPrecision:
     def dequantizes(self) -> bool:
         """True if an operand is multiplied as FP32 values, which no tensor cores take.
 
-        Values of another GEMM's operand, and those with a mean, are, unless they are exact in BF16.
+        Values of another GEMM's operand, and those with a mean, are, unless they are exact in BF16:
+        with scales of rows, which lie along the terms of this GEMM, they are not.
         """
+        reused = self.lhs if self.lhs_of_dgrad else None, self.rhs if self.rhs_of_fprop else None
+        if any(side is not None and side.format.scales_tensor_rows for side in reused):
+            return True
         split = any(side.splits_mean for side in self.sides if side)
         exact = all(side is None or side.format.exact_in_bf16 for side in self.sides)
         return (self.rhs_of_fprop or self.lhs_of_dgrad or split) and not exact
@@ -160,11 +164,13 @@ class LinearPrecision:
         for gemm, role, quantizer in self.operands():
             axis = Gemm.FPROP if role == Role.INPUT else Gemm.DGRAD
             reused = wgrad.rhs_of_fprop if role == "input" else wgrad.lhs_of_dgrad
-            if quantizer is not None and quantizer.splits_mean:
-                if role == "weight":
-                    raise ValueError(f"{gemm}.weight: split_mean is for input and grad")
-                if gemm == Gemm.WGRAD and not reused:
-                    raise ValueError(f"wgrad.{role}: split_mean needs axis {axis} in wgrad")
+            splits = quantizer is not None and quantizer.splits_mean
+            scales_rows = quantizer is not None and quantizer.format.scales_tensor_rows
+            if role == Role.WEIGHT and (splits or scales_rows):
+                option = "split_mean" if splits else "row_scaled"
+                raise ValueError(f"{gemm}.weight: {option} is for input and grad")
+            if splits and gemm == Gemm.WGRAD and not reused:
+                raise ValueError(f"wgrad.{role}: split_mean needs axis {axis} in wgrad")
 
     def _check_use_of_fprop(self) -> None:
         for name in (Gemm.DGRAD, Gemm.WGRAD):

@@ -160,8 +160,10 @@ class Quantizer:
 
     @property
     def rows_are_independent(self) -> bool:
-        """True if the codes and scales of a row depend on that row alone."""
-        shared = self.format.tensor_scaled or self.format.block_rows > 1 or self.splits_mean
+        """True if a row has only codes and block scales, which depend on that row alone."""
+        format = self.format
+        has_tensor_scale = format.tensor_scaled or format.scales_tensor_rows
+        shared = has_tensor_scale or format.block_rows > 1 or self.splits_mean
         return not (shared or self.rounding is Rounding.STOCHASTIC)
 
     def __call__(

@@ -105,11 +105,14 @@ def test_a_serving_layer_computes_what_training_computed(recipe, dtype, monkeypa
         assert torch.equal(F.linear(x.float(), weight).to(dtype), output), name
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp8", "fp8-tile"])
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "nvfp4 input.row_scaled=true", "mxfp4", "mxfp8", "fp8-tile"]
+)
 def test_weights_are_what_fprop_multiplies_where_it_quantizes_inputs_too(recipe, monkeypatch):
     monkeypatch.setattr(linear, "select_engine", lambda device: ReferenceEngine("tests"))
-    whole = ["bf16_blocks=none"] if "bf16_blocks" in load_recipe(recipe).matchers else []
-    model = convert(llama(torch.bfloat16), load_recipe(recipe, whole))
+    recipe, *changes = recipe.split()
+    changes += ["bf16_blocks=none"] if "bf16_blocks" in load_recipe(recipe).matchers else []
+    model = convert(llama(torch.bfloat16), load_recipe(recipe, changes))
     operands, names = record_weights(monkeypatch), []
     for name, module in model.named_modules():
         if isinstance(module, LowbitLinear):

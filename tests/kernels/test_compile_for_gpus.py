@@ -25,6 +25,8 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "nvfp4-fold 2d": ("nvfp4-2d", {"block_scales": "foldable"}, "nearest", None, "FOLDED FOLDED"),
     "nvfp4-4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "BF16 CODES"),
     "nvfp4-4/6 2d": ("nvfp4-2d", {"four_over_six": "abs_max"}, "nearest", None, "BF16 CODES"),
+    "nvfp4 rows": ("nvfp4", {"row_scaled": True}, "stochastic", 16, "BF16 CODES"),
+    "nvfp4 rows long": ("nvfp4", {"row_scaled": True}, "nearest", 256, "BF16 CODES"),
     "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "BF16 CODES"),
     "ue5m3 2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES BF16"),
     "quartet2": ("quartet2", {}, "nearest", None, "BF16 CODES"),

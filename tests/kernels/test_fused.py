@@ -46,6 +46,8 @@ PAIRS = {
     ("nvfp4 foldable-up", "nvfp4"): "exact BF16",
     ("nvfp4-ue5m3", "nvfp4-ue5m3-2d"): "exact BF16",
     ("ms-eden", "quartet2"): "exact BF16",
+    ("nvfp4 rows", "nvfp4-2d"): "exact BF16",
+    ("nvfp4 rows", "nvfp4 rows"): "exact BF16",
 }
 TILES = {
     "fp8 1x64": ("fp8-1x128-e4m3", "fp32", 64),
@@ -63,6 +65,7 @@ ALL |= {
     f"{name} {scales}": FORMATS[name].with_options(block_scales=scales)
     for name, scales in (("nvfp4", "foldable-up"), ("nvfp4-2d", "foldable"))
 }
+ALL["nvfp4 rows"] = FORMATS["nvfp4"].with_options(row_scaled=True)
 # Errors of the sum, as shares of the sum of magnitudes, before rounding to the output. Hopper's FP8
 # tensor cores cut each step of 32 products off at 2**-13 of the largest; tiles are promoted to FP32
 # after 4 steps, the others never. FP32 sums: another order.
@@ -123,9 +126,14 @@ def test_a_shared_weight_takes_the_route_of_each_of_its_gemms():
     assert engine.route_of(torch.ones(32, 32).bfloat16(), weight).name == "exact BF16"
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "int4-1x32", "fp8 1x128 pow2"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "mxfp8-e4m3", "int4-1x32", "fp8 1x128 pow2", "nvfp4 rows"]
+)
 def test_values_of_fprop_are_transposed(name):
-    """In BF16 if both operands are exact in it, else in FP32: the same numbers in either case."""
+    """In BF16 if both operands are exact in it, else in FP32: the same numbers in either case.
+
+    Scales of rows lie along the terms of the product.
+    """
     engine, device = FusedEngine(HOPPER), "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(5)).to(device)
     q = Quantizer(ALL[name])(x)
@@ -136,10 +144,15 @@ def test_values_of_fprop_are_transposed(name):
         "tiles": Quantizer(FORMATS["fp8-1x128-e4m3"])(torch.ones(8, 40, device=device)),
     }
     for kind, gradient in gradients.items():
-        exact = kind in ("bf16", "codes") and name != "int4-1x32"
+        exact = kind in ("bf16", "codes") and name not in ("int4-1x32", "nvfp4 rows")
         seen = engine.transpose(q, gradient)
         assert isinstance(seen, ExactBF16 if exact else torch.Tensor)
         assert torch.equal(plain(seen), q.dequantize().t())
+
+
+def test_values_with_scales_of_rows_are_rounded_to_bf16():
+    q = Quantizer(ALL["nvfp4 rows"])(torch.randn(40, 64) * torch.arange(1.0, 41.0)[:, None])
+    assert torch.equal(FusedEngine(HOPPER).dequantize(q, torch.bfloat16), q.dequantize().bfloat16())
 
 
 def matrix(rows, columns, seed):
@@ -189,6 +202,8 @@ CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),
     "nvfp4 SR": ("weight.axis=fprop", "weight.rounding=stochastic"),
+    "nvfp4 rows": ("input.row_scaled=true", "grad.row_scaled=true"),
+    "nvfp4 rows requantized": ("input.row_scaled=true", "wgrad.input.requantize=true"),
     "nvfp4 SR backward": ("dgrad.weight.rounding=stochastic", "wgrad.input.rounding=stochastic"),
 }
 

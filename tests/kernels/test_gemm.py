@@ -81,8 +81,11 @@ def operand(name: str, rows: int, columns: int, seed: int):
     x = x * 10.0**seed
     if name == "bf16":
         return x.bfloat16()
-    quantized = Quantizer(FORMATS.get(name) or format_by_name(name))(x)
-    if name != "nvfp4":
+    format = format_by_name(name.removesuffix(" rows"))
+    format = format.with_options(row_scaled=True) if name.endswith("rows") else format
+    x[::2] *= 3  # scales of rows differ by more than a rounding
+    quantized = Quantizer(format)(x)
+    if format.name != "nvfp4":
         return quantized
     scale = quantized.tensor_scale
     return ExactBF16((quantized.dequantize() / scale).bfloat16(), scale)
@@ -95,6 +98,9 @@ ROUTES = {
     "rows": (routes.ROWS, "fp8-row-e4m3", "fp8-row-e4m3"),
     "exact": (routes.EXACT, "nvfp4", "nvfp4"),
     "exact and BF16": (routes.EXACT, "nvfp4", "bf16"),
+    "exact, rows": (routes.EXACT, "nvfp4 rows", "nvfp4"),
+    "exact, rows of both": (routes.EXACT, "nvfp4 rows", "nvfp4 rows"),
+    "BF16 and exact, rows": (routes.EXACT, "bf16", "nvfp4 rows"),
 }
 SHAPES = [(48, 32, 256), (37, 21, 200)]
 """Tokens, outputs and inputs: aligned, and not."""

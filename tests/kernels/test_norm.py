@@ -173,6 +173,7 @@ def test_what_one_kernel_does_not_take_goes_the_long_way():
         (MXNorm(p=3), nearest),
         (MXNorm(), Quantizer(FORMATS["mxfp8-e4m3"], Rounding.STOCHASTIC)),
         (MXNorm(), Quantizer(FORMATS["fp8-128x128-e4m3"])),
+        (RMSNorm(), Quantizer(FORMATS["nvfp4"].with_options(row_scaled=True))),
     ):
         assert not takes_norm(x, norm, Request(quantizer))
     assert not takes_norm(x[:, :200], MXNorm(), Request(nearest))

@@ -25,6 +25,7 @@ EXACT = {name: format for name, format in FORMATS.items() if format.exact_in_bf1
 # Four-over-six leaves codes and scales of NVFP4, which any kernel decodes.
 EXACT["nvfp4 4/6"] = FORMATS["nvfp4"].with_options(four_over_six="mse", max_scale=256)
 EXACT["ue5m3 one level"] = FORMATS["nvfp4-ue5m3"].with_options(tensor_scaled=False)
+EXACT["nvfp4 rows"] = FORMATS["nvfp4"].with_options(row_scaled=True)
 EXACT["nvfp4-2d 4/6"] = FORMATS["nvfp4-2d"].with_options(four_over_six="mae")
 
 
@@ -44,7 +45,7 @@ def test_which_formats_are_exact():
     """Power-of-two scales, NVFP4's, and a scale for the tensor; no others."""
     names = {name for name in EXACT if not name.startswith(("mx", "fp8-tensor"))} - POW2.keys()
     scales = {"nvfp4", "nvfp4-2d", "nvfp4-ue5m3", "nvfp4-ue5m3-2d", "quartet2", "ms-eden"}
-    assert names == scales | {"nvfp4 4/6", "nvfp4-2d 4/6", "ue5m3 one level"}
+    assert names == scales | {"nvfp4 4/6", "nvfp4-2d 4/6", "nvfp4 rows", "ue5m3 one level"}
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -71,7 +72,7 @@ def test_operands_next_to_bf16_are_written(name):
         assert ((found - expected).abs() <= close).all()
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if "tensor" not in name])
+@pytest.mark.parametrize("name", [n for n in EXACT if "tensor" not in n and n != "nvfp4 rows"])
 def test_numbers_rounded_to_bf16(name):
     """Those of dequantize, in each format's order of products."""
     q = Quantizer(EXACT[name])(values(spread=6.0))

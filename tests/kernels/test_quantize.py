@@ -48,6 +48,8 @@ OPTIONS = {
     "nvfp4-2d abs_max": ("nvfp4-2d", {"four_over_six": "abs_max", "max_scale": 256}),
     "ms-eden torchao": ("ms-eden", {"arithmetic": "torchao"}),
     "nvfp4-2d 256 16/17": ("nvfp4-2d", {"max_scale": 256, "sixteen_seventeenths": True}),
+    "nvfp4 rows": ("nvfp4", {"row_scaled": True}),
+    "nvfp4 mae rows": ("nvfp4", {"four_over_six": "mae", "row_scaled": True}),
 }  # fmt: skip
 KERNELS = {name: format for name, format in FORMATS.items() if kernel_of(format)}
 ALL = KERNELS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
@@ -156,7 +158,7 @@ def test_fp16_holds_what_codes_are_folded_by(dtype):
 
 TRANSFORMED = (
     "nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8 64x64", "fp8-tensor-e5m2",
-    "fp8-row-e4m3", "nvfp4-2d mse", "ms-eden", "ms-eden torchao",
+    "fp8-row-e4m3", "nvfp4-2d mse", "ms-eden", "ms-eden torchao", "nvfp4 rows", "nvfp4 mae rows",
 )  # fmt: skip
 # One transform for each format, and one format with them all.
 ONE_EACH = {*zip(TRANSFORMED, cycle(TRANSFORMS), strict=False), *product(["nvfp4"], TRANSFORMS)}
@@ -176,7 +178,9 @@ def test_with_a_transform(name, hadamard):
     check(values(*RAGGED, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4 mse", "ms-eden", "fp8-row-e4m3"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4", "nvfp4 mse", "ms-eden", "fp8-row-e4m3", "nvfp4 rows"]
+)
 def test_with_the_largest_transform(name):
     """The sides are quantized apart: a tile of 256 x 256 would not fit into registers."""
     x = values(264 if DEVICE == "cuda" else 8, 264, torch.bfloat16)
@@ -184,8 +188,9 @@ def test_with_the_largest_transform(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["nvfp4", "fp8-128x128-e4m3", "fp8 64x64", "fp8 1x16 pow2", "mxfp4-2d", "fp8-row-e4m3"]
-)
+    "name", ["nvfp4", "fp8-128x128-e4m3", "fp8 64x64", "fp8 1x16 pow2", "mxfp4-2d", "fp8-row-e4m3",
+             "nvfp4 rows"],
+)  # fmt: skip
 def test_whole_tiles_and_one_side(name):
     x, quantizer = values(128, 128, torch.bfloat16), Quantizer(ALL[name])
     by_row, by_col = quantize_both(x.to(DEVICE), Request(quantizer), None)
@@ -200,7 +205,7 @@ def test_whole_tiles_and_one_side(name):
 NOT_FINITE = ALL if DEVICE == "cuda" else [
     "nvfp4", "mxfp8 rceil", "fp8 pow2", "fp8-tensor-e4m3", "fp8-row-e4m3", "mxfp4 three quarters",
     "fp8-128x128-e5m2", "fp8 32x32 pow2", "nvfp4 16/17", "nvfp4 mse", "nvfp4-2d abs_max",
-    "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden", "ms-eden torchao",
+    "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden", "ms-eden torchao", "nvfp4 rows",
 ]  # fmt: skip
 
 
@@ -232,18 +237,20 @@ def test_tensors_at_the_ends_of_fp32(name, amax):
     check(x * (amax / x.abs().amax()), Quantizer(ALL[name]), None)
 
 
-def test_rows_and_columns_of_every_magnitude():
+@pytest.mark.parametrize("name", ["fp8-row-e4m3", "nvfp4 rows", "nvfp4 mae rows"])
+def test_rows_and_columns_of_every_magnitude(name):
     """Scales down to 0 and reciprocals beyond FP32, on both sides, next to rows of zeros."""
     exponents = torch.arange(-149, 128).repeat_interleave(11)[: 40 * 70].view(40, 70)
     x = torch.ldexp(torch.ones(40, 70), exponents)
     x[3], x[:, 5] = 0, 0
     for matrix in (x, x.t()):
-        check(matrix, Quantizer(FORMATS["fp8-row-e4m3"]), None)
+        check(matrix, Quantizer(ALL[name]), None)
 
 
-def test_a_scale_for_the_tensor_beside_one_a_row():
+@pytest.mark.parametrize("names", [("fp8-row-e4m3", "fp8-tensor-e4m3"), ("nvfp4 rows", "nvfp4")])
+def test_a_scale_for_the_tensor_beside_one_a_row(names):
     x = values(*RAGGED, torch.bfloat16)
-    quantizers = [Quantizer(FORMATS[f"fp8-{kind}-e4m3"]) for kind in ("row", "tensor")]
+    quantizers = [Quantizer(ALL[name]) for name in names]
     for row, col in (quantizers, quantizers[::-1]):
         sides = Request(row), Request(col, Hadamard(16))
         by_row, by_col = quantize_both(x.to(DEVICE), *sides)

@@ -5,6 +5,7 @@ check against the unsharded layer, which it computes too, and reports what went 
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 import traceback
@@ -67,6 +68,10 @@ FP8_STOCHASTIC = precision(
     name="fp8-tensorwise",
 )
 ROWS = precision(name="fp8-row")
+TENSORS_OF_ROWS = precision(
+    *["weight={format: nvfp4-ue5m3, tensor_scaled: false}", "wgrad.hadamard=none"],
+    *["input.row_scaled=true", "grad.row_scaled=true", "grad.rounding=nearest"],
+)
 DELAYED = precision("tensor_scale=group", "amax_history.just_in_time=1", name="fp8-delayed")
 # Transforms on every GEMM, which fit the pieces of 16 and 32 features.
 TRANSFORMED = precision(
@@ -246,15 +251,15 @@ def fp8_tensors():
 
 
 @check
-def fp8_rows():
+def rows():
     """Check that rows of fprop and wgrad are whole on every rank; dgrad's end with a shard."""
-    for tokens in (64, 34):
+    for how, tokens in itertools.product((ROWS, TENSORS_OF_ROWS), (64, 34)):
         x, weight, dy = whole(tokens)
         mine, first = features(N), dist.get_rank() * tokens // RANKS
         shards = column_shards(mine, sequence_parallel=True)
         x_local = x[first : first + tokens // RANKS]
-        results, operands = run(x_local, weight[mine], dy[:, mine], ROWS, shards)
-        (y, _, dw), _ = run(x, weight, dy, ROWS)
+        results, operands = run(x_local, weight[mine], dy[:, mine], how, shards)
+        (y, _, dw), _ = run(x, weight, dy, how)
         close(results[0], y[:, mine], 1e-6)
         close(results[2], dw[mine], 1e-6)
         for seen, source, axis in (
@@ -262,9 +267,10 @@ def fp8_rows():
             (operands[1][0], dy[:, mine], 1), (operands[1][1], weight[mine], 0),
             (operands[2][0], dy[:, mine], 0), (operands[2][1], x, 0),
         ):  # fmt: skip
-            wanted = quantize(source, "fp8-row-e4m3", axis=axis)
+            wanted = quantize(source, seen.format.name, axis=axis, **seen.format.options)
             assert torch.equal(bytes_of(seen.codes), bytes_of(wanted.codes))
-            assert torch.equal(seen.scales, wanted.scales)
+            assert torch.equal(bytes_of(seen.scales), bytes_of(wanted.scales))
+            assert torch.equal(seen.tensor_scale, wanted.tensor_scale)
 
 
 @check

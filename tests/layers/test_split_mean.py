@@ -66,6 +66,7 @@ def test_it_is_said():
     ("override", "parts"),
     [
         ("weight.split_mean=true", ["fprop.weight", "split_mean is for input and grad"]),
+        ("weight.row_scaled=true", ["fprop.weight", "row_scaled is for input and grad"]),
         ("input.axis=own", ["wgrad.input", "split_mean needs axis fprop"]),
         ("grad.axis=own", ["wgrad.grad", "split_mean needs axis dgrad"]),
         ("grad.axis=fprop", ["grad.axis", "input and weight"]),
@@ -108,6 +109,9 @@ def exact_products(monkeypatch):
 
     if DEVICE == "cpu":
         monkeypatch.setattr(gemm, "scaled_matmul", multiply)
+        monkeypatch.setattr(
+            torch, "mm", lambda a, b, out_dtype: multiply(a, b.t(), None, out_dtype)
+        )
     monkeypatch.setattr(fused, "plain", None)  # which dequantizes
 
 
@@ -127,6 +131,27 @@ def test_products_are_exact_and_have_the_means(main_grad):
         results.append((y, dx, weight.main_grad if main_grad else dw))
     for seen, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+def test_products_have_scales_of_rows_and_means(left, right):
+    rows = format_by_name("nvfp4", row_scaled=True)
+    x, weight = (t.detach().to(DEVICE) + 2 for t in leaves()[:2])
+    lhs = Quantizer(rows, splits_mean=left)(x)
+    for format in (rows, NEAREST.format):
+        rhs = Quantizer(format, splits_mean=right)(weight)
+        y = FusedEngine((9, 0)).gemm(lhs, rhs).double()
+        expected = lhs.dequantize().double() @ rhs.dequantize().double().t()
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_scales_of_rows_along_the_terms_take_fp32():
+    how = precision("input.row_scaled=true")
+    assert not how.fprop.dequantizes and not how.dgrad.dequantizes and how.wgrad.dequantizes
+    assert precision("grad.row_scaled=true").wgrad.dequantizes
+    assert not precision().wgrad.dequantizes
 
 
 def test_what_is_not_exact_is_dequantized():

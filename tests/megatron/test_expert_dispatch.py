@@ -65,13 +65,14 @@ def check_recipe(name: str, *overrides: str, requantizes: bool = True) -> None:
     ExpertDispatch(run).check([layer for block in range(4) for layer in layers_of(block)])
 
 
-OF_SEVERAL = "fprop.input has codes that depend on several tokens"
+OF_SEVERAL = "fprop.input has a tensor scale, or codes that depend on several tokens"
 
 
 @pytest.mark.parametrize(
     ("recipe", "overrides", "reason"),
     [
         ("fp8-tensorwise", [], OF_SEVERAL),
+        ("nvfp4", ["input.row_scaled=true"], OF_SEVERAL),
         ("mxfp8", ["fprop.input.split_mean=true"], OF_SEVERAL),
         ("mxfp8", ["input.rounding=stochastic"], OF_SEVERAL),
         ("mxfp8", ["dgrad.weight.requantize=true"], "its experts are computed one by one"),

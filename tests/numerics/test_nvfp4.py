@@ -11,9 +11,10 @@ import torch
 from megatron_lowbit.numerics import Draw, Quantizer, Rounding, formats, quantize
 from megatron_lowbit.numerics.block_formats import nvfp4
 from megatron_lowbit.numerics.randomness import uniform
-from tests.numerics.conftest import GRIDS, INPUTS, Golden, bytes_of, codes_of, nearest_codes
+from tests.numerics.conftest import GRIDS, INPUTS, Golden, bits, bytes_of, codes_of, nearest_codes
 
 FORMATS = {format.name: format for format in nvfp4.FORMATS}
+FORMATS["by row"] = FORMATS["nvfp4"].with_options(row_scaled=True)
 GOLDEN = Golden()
 VARIANTS = {  # golden key -> our format; the transform belongs to the columns only
     "nvfp4_1x16": "nvfp4",
@@ -34,10 +35,11 @@ def encode_scale(amax: np.float32) -> np.float32:
     return F32(1) if s_enc == 0 else s_enc
 
 
-def slow_nvfp4(x: np.ndarray, block_rows: int):
+def slow_nvfp4(x: np.ndarray, format: nvfp4.NVFP4):
     """Return codes (R, K) and scale codes (R, K/16), one FP32 operation at a time."""
-    rows, columns = x.shape
-    s_enc = encode_scale(np.abs(x).max())
+    (rows, columns), block_rows = x.shape, format.block_rows
+    tensors = x if format.row_scaled else x[None]
+    s_enc = np.array([encode_scale(np.abs(tensor).max()) for tensor in tensors])[:, None]
     sixth, s_dec = F32(1) / F32(6), F32(1) / s_enc
     blocks = np.abs(x).reshape(rows // block_rows, block_rows, columns // 16, 16)
     amax = blocks.max((1, 3)).repeat(block_rows, 0)
@@ -75,26 +77,55 @@ def test_against_scalars_on_random_data(format, exponent):
     rng = np.random.default_rng(exponent % 100)
     amplitude = 10.0 ** rng.uniform(-8, 0, (32, 4)).repeat(16, axis=1)
     x = (rng.standard_normal((32, 64)) * amplitude * 10.0**exponent).astype(F32)
-    codes, scales, s_dec = slow_nvfp4(x, FORMATS[format].block_rows)
-    q = quantize(torch.from_numpy(x), format)
+    codes, scales, s_dec = slow_nvfp4(x, FORMATS[format])
+    q = Quantizer(FORMATS[format])(torch.from_numpy(x))
     np.testing.assert_array_equal(codes_of(q), codes)
     np.testing.assert_array_equal(bytes_of(q.scales), scales)
-    assert q.tensor_scale.item() == s_dec
-    if format == "nvfp4":
+    assert q.tensor_scale.shape == ((32, 1) if format == "by row" else ())
+    np.testing.assert_array_equal(q.tensor_scale.numpy(), s_dec.reshape(q.tensor_scale.shape))
+    if format != "nvfp4-2d":
         assert scales.min() == 0  # an underflowed block
     if exponent > -37:  # there S_enc is FLT_MAX, less than the largest block would need
         assert scales.max() == 0x7E
+
+
+@pytest.mark.parametrize("options", [{}, {"four_over_six": "mae", "max_scale": 256}], ids=str)
+@pytest.mark.parametrize("hadamard", [None, 16])
+@pytest.mark.parametrize("name", INPUTS)
+def test_each_row_is_a_tensor(name, hadamard, options):
+    """Row by row the bits of the golden format, of tokens and, transformed, of features."""
+    for axis in (1, 0):
+        x, settings = GOLDEN.x(name), {"axis": axis, "hadamard": hadamard, **options}
+        q = quantize(x, "nvfp4", row_scaled=True, **settings)
+        lines = x.split(1, 1 - axis)
+        assert len(lines) == len(q.tensor_scale)
+        for row, line in enumerate(lines):
+            alone = quantize(line, "nvfp4", **settings)
+            assert torch.equal(q.codes[[row]], alone.codes)
+            np.testing.assert_array_equal(bytes_of(q.scales[[row]]), bytes_of(alone.scales))
+            assert q.tensor_scale[row].equal(alone.tensor_scale[None])
+            assert torch.equal(bits(q.dequantize()[row]), bits(alone.dequantize()))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_no_elements(shape):
+    assert quantize(torch.zeros(shape), "nvfp4", row_scaled=True).dequantize().shape == shape
+
+
+def test_rows_of_a_square_block_have_no_scale():
+    with pytest.raises(ValueError, match="row_scaled: blocks of 16x16 lie across rows"):
+        quantize(torch.zeros(16, 16), "nvfp4-2d", row_scaled=True)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_decoded_values(format):
     """code x scale is exact in FP32, so one rounding: float64 holds the whole product."""
     for name in INPUTS:
-        q = quantize(GOLDEN.x(name), format)
+        q = Quantizer(FORMATS[format])(GOLDEN.x(name))
         codes = codes_of(q)
         values = np.where(codes & 8, -1, 1) * E2M1[codes & 7]
         scales = E4M3[bytes_of(q.scales)].repeat(16, axis=1)
-        expected = (values * scales * np.float64(q.tensor_scale.item())).astype(F32)
+        expected = (values * scales * q.tensor_scale.double().numpy()).astype(F32)
         assert q.dequantize().dtype == torch.float32
         np.testing.assert_array_equal(q.dequantize().numpy(), expected)
 
@@ -131,7 +162,7 @@ def test_stochastic_codes(format):
     x = rng.standard_normal((32, 64)).astype(F32)
     quantizer = Quantizer(FORMATS[format], Rounding.STOCHASTIC)
     q = quantizer(torch.from_numpy(x), draw=Draw(key))
-    _, scales, s_dec = slow_nvfp4(x, FORMATS[format].block_rows)
+    _, scales, s_dec = slow_nvfp4(x, FORMATS[format])
     encode = F32(1) / (E4M3[scales].astype(F32) * s_dec)
     scaled = np.minimum(np.abs(x) * encode.repeat(16, axis=1), F32(6)).astype(np.float64)
     low = np.searchsorted(E2M1, scaled, side="right") - 1
@@ -151,8 +182,8 @@ def test_stochastic_tensor_is_unbiased_where_nothing_clips():
     quantizer = Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)
     q = quantizer(row.expand(draws, -1), draw=Draw(77))
     values = q.dequantize().double()
-    _, scales, s_dec = slow_nvfp4(row.numpy(), 1)
-    decode = E4M3[scales].repeat(16, axis=1)[0] * np.float64(s_dec)
+    _, scales, s_dec = slow_nvfp4(row.numpy(), FORMATS["nvfp4"])
+    decode = E4M3[scales].repeat(16, axis=1)[0] * np.float64(s_dec[0])
     scaled = np.abs(row.double().numpy()[0]) / decode
     low = np.searchsorted(E2M1, np.minimum(scaled, 6), side="right") - 1
     step = np.append(np.diff(E2M1), 0)[low]

@@ -96,6 +96,7 @@ def test_fields_of_its_own_pass_are_accepted():
         for name, format in FORMATS.items()
         for option, values in format.OPTIONS.items()
         for value in values[1:]
+        if (name, option) != ("nvfp4-2d", "row_scaled")  # rows have no scale of square blocks
     ],
 )
 def test_every_option_of_a_format_changes_bits(name, option, value):

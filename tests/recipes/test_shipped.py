@@ -26,7 +26,7 @@ HISTORIES = {
 
 
 UNUSED = {"block_scales": "e4m3", "four_over_six": "none", "max_scale": 448,
-          "sixteen_seventeenths": False, "tensor_scaled": True}  # fmt: skip
+          "sixteen_seventeenths": False, "tensor_scaled": True, "row_scaled": False}  # fmt: skip
 
 
 def says(quantizer) -> str:

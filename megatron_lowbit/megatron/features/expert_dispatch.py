@@ -76,8 +76,9 @@ def obstacle(precision: LinearPrecision, engine: Engine) -> str | None:
     quantizer = precision.fprop.lhs
     if not quantizer.rows_are_independent:
         return (
-            "fprop.input has codes that depend on several tokens; use a format whose scales lie "
-            "within a token, such as fp8-1x128-e4m3, rounding nearest and no split_mean"
+            "fprop.input has a tensor scale, or codes that depend on several tokens; use a format "
+            "whose scales lie within a token, such as fp8-1x128-e4m3, rounding nearest and no "
+            "split_mean"
         )
     if not precision.wgrad.requantizes_rhs:
         return (

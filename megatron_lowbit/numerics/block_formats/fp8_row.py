@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, Encoded, constant, finite_amax
+from megatron_lowbit.numerics.block_format import BlockFormat, Encoded, constant, row_amax
 from megatron_lowbit.numerics.formats import E4M3, E5M2, decode, encode
 
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -40,10 +40,9 @@ class FP8Row(BlockFormat):
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize rows (R, K), each by its own largest magnitude."""
-        # Rows without columns have no largest magnitude: a gradient of no tokens, transposed.
-        amaxes = x.abs().amax(-1, keepdim=True) if x.shape[1] else x.new_zeros((x.shape[0], 1))
+        amaxes = row_amax(x)
         # A tensor over a tensor: torch turns tensor / number into tensor * (1 / number).
-        scales = finite_amax(amaxes) / torch.full_like(amaxes, self.element.max)
+        scales = amaxes / torch.full_like(amaxes, self.element.max)
         inverse = (torch.ones_like(scales) / scales).clamp(max=_FLT_MAX)
         inverse = torch.where(scales == 0, 0.0, inverse)
         codes = encode(x * inverse, self.element, uniform)

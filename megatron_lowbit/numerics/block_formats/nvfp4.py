@@ -32,6 +32,11 @@ so that x * enc_b is at most 6 wherever s_b >= 2**-6, and rounding is unbiased t
 between two scales biases it again. (The sources of both decode by code * s_b * amax_tensor /
 (6 * 448 * a), which differs from the product with 1 / S_enc by a rounding: a GEMM has one factor
 for a tensor.)
+
+``row_scaled`` takes the amax of a row in place of the tensor's, so that each row has an S_enc. Rows
+are along the axis that the GEMM contracts: tokens in fprop and dgrad, features in wgrad, whose
+operands are transposes. Source: Transformer Engine's ``row_scaled_activation``, which has it for
+inputs.
 """
 
 from dataclasses import dataclass
@@ -50,6 +55,7 @@ from megatron_lowbit.numerics.block_format import (
     finite_amax,
     for_each_row,
     multiplier,
+    row_amax,
 )
 from megatron_lowbit.numerics.formats import E2M1, E4M3, encode
 from megatron_lowbit.numerics.four_over_six import Selection, better_scales
@@ -81,16 +87,16 @@ class NVFP4(BlockFormat):
     """The block format, with blocks of 1x16 or 16x16 elements.
 
     ``scales`` are float8_e4m3fn (R, K/16), for 16x16 blocks repeated for each of the 16 rows,
-    as tensor cores read them; ``tensor_scale`` is the decode scale 1 / S_enc.
+    as tensor cores read them; ``tensor_scale`` is the decode scale 1 / S_enc, of rows (R, 1).
     """
 
     block_scales: Literal["e4m3", "foldable", "foldable-up"] = "e4m3"
     four_over_six: Selection = "none"
     max_scale: Literal[448, 256] = 448
     sixteen_seventeenths: bool = False
+    row_scaled: bool = False  # type: ignore[misc]  # the other formats' is their class's
 
     block = BLOCK
-    tensor_scaled = True
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
     exact_in_bf16 = True
@@ -99,15 +105,23 @@ class NVFP4(BlockFormat):
         "four_over_six": ("none", "mse", "mae", "abs_max"),
         "max_scale": (448, 256),
         "sixteen_seventeenths": (False, True),
+        "row_scaled": (False, True),
     }
 
     def __post_init__(self) -> None:
         if self.folds and len(self.options) > 1:
             raise ValueError(f"block_scales: {self.block_scales} takes no other option")
+        if self.row_scaled and self.block_rows > 1:
+            raise ValueError("row_scaled: blocks of 16x16 lie across rows; use format nvfp4")
 
     def __str__(self) -> str:
         # Tables have room for 28 characters.
         return super().__str__().replace("four_over_six", "4/6").replace("max_scale", "max")
+
+    @property
+    def tensor_scaled(self) -> bool:  # type: ignore[override]
+        """True with one scale for the tensor."""
+        return not self.row_scaled
 
     @property
     def draws(self) -> int:
@@ -136,7 +150,7 @@ class NVFP4(BlockFormat):
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
         """Quantize whole blocks; scales (R, K/16)."""
-        amax = finite_amax(amax)
+        amax = row_amax(x).view(-1, 1, 1, 1) if self.row_scaled else finite_amax(amax)
         top = self.element_max * self.top_scale
         s_enc = encode_scale(amax, top)
         s_dec = 1.0 / s_enc
@@ -156,6 +170,7 @@ class NVFP4(BlockFormat):
                 tiles, base, s_dec, uniform, self.four_over_six,
                 lambda numbers, scale: numbers * scale * amax / torch.full_like(amax, top),
             )  # fmt: skip
+        s_dec = s_dec.view(-1, 1) if self.row_scaled else s_dec
         return codes.view(x.shape), for_each_row(scales, self.block_rows), s_dec
 
 
