@@ -51,7 +51,7 @@ def quantize(
             ``mxfp8-e5m2`` (1x32; with ``-2d`` 32x32), ``fp8-1x128-e4m3``, ``fp8-128x128-e4m3``,
             ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``); ``nvfp4-ue5m3`` (also
             with ``-2d``), ``quartet2``, ``ms-eden`` (1x16), ``tetrajet2`` (1x16 within 1x128);
-            ``int4-1x32``, ``int4-1x128``.
+            ``if4`` (1x16); ``int4-1x32``, ``int4-1x128``.
         axis: the axis that blocks run along. It becomes the last axis of the result: ``axis=0``
             of a matrix quantizes its transpose.
         rounding: ``nearest`` or ``stochastic``.
@@ -62,6 +62,7 @@ def quantize(
             ``three_quarters`` of MX formats, ``scale_format`` (fp32, pow2) of FP8, ``block_scales``
             (e4m3, foldable, foldable-up), ``four_over_six`` (none, mse, mae, abs_max),
             ``max_scale`` (448, 256), ``sixteen_seventeenths`` and ``row_scaled`` of NVFP4,
+            ``selection`` (mse, mae, abs_max) and ``sixteen_seventeenths`` of ``if4``,
             ``tensor_scaled`` of ``nvfp4-ue5m3``, ``block`` of MX formats (32, 16) and of FP8 tiles
             (128, 64, 32, 16).
 

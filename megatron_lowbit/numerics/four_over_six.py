@@ -55,12 +55,14 @@ def better_scales(
     scales = encode(both, E4M3)
     random = None if uniform is None else uniform.view(2, *tiles.shape)
     codes = encode(tiles * multiplier(scales, tensor_scale), E2M1, random)
-    six, four = _error(values(decode(codes, E2M1), scales.to(torch.float32)) - tiles, selection)
+    six, four = block_errors(
+        values(decode(codes, E2M1), scales.to(torch.float32)) - tiles, selection
+    )
     taken = torch.where(four < six, scales[1].to(torch.float32), scales[0].to(torch.float32))
     return torch.where(four < six, codes[1], codes[0]), encode(taken, E4M3)
 
 
-def _error(difference: Tensor, selection: Selection) -> Tensor:
+def block_errors(difference: Tensor, selection: Selection) -> Tensor:
     """Return the error of each block of both candidates, (2, R/rows, 1, K/16, 1)."""
     if selection == "abs_max":
         return difference.abs().amax(dim=(2, 4), keepdim=True)

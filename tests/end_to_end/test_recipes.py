@@ -39,6 +39,7 @@ ROWS = {
         "--fp4-recipe nvfp4-4over6", 12, "nvfp4 4/6 mse max 256 x nvfp4 4/6 mse max 256: ",
     ),
     "nvfp4-4over6-te": ("--fp4-recipe nvfp4-4over6-te", 8, "nvfp4 x nvfp4-2d 4/6 mae max 256: "),
+    "if4": ("--fp4-recipe if4", 12, "if4 x if4: "),
     "nvfp4-ue5m3": ("--fp4-recipe nvfp4-ue5m3", 16, "nvfp4-ue5m3 x nvfp4-ue5m3: "),
     "quartet2": ("--fp4-recipe quartet2", 16, "ms-eden x ms-eden: "),
     "torchao-v2": ("--fp4-recipe torchao-v2", 16, "ms-eden torchao x nvfp4: "),

@@ -76,6 +76,7 @@ MORE = {  # two dimensions with MXFP6, stochastic FP8, other tiles
     Quantizer(format_by_name("fp8-128x128-e4m3", scale_format="pow2", block=32), NEAREST),
     Quantizer(format_by_name("nvfp4", sixteen_seventeenths=True), STOCHASTIC),
     Quantizer(format_by_name("nvfp4-ue5m3", tensor_scaled=False), NEAREST),
+    Quantizer(format_by_name("nvfp4", row_scaled=True), STOCHASTIC),
 }
 QUANTIZERS = sorted(RECIPES | MORE, key=lambda q: (str(q.format), q.rounding.value))
 # torch.compile guards what a class of formats does, so one of each class shows it.
@@ -83,7 +84,7 @@ GUARDED = (
     format_by_name("mxfp4", scale_rounding="rceil"),
     format_by_name("fp8-1x128-e4m3", scale_format="pow2"),
     *map(format_by_name, ("nvfp4", "fp8-tensor-e4m3", "fp8-row-e4m3", "nvfp4-ue5m3", "quartet2",
-                          "tetrajet2", "int4-1x128")),
+                          "tetrajet2", "if4", "int4-1x128")),
 )  # fmt: skip
 
 

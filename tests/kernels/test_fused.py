@@ -197,7 +197,7 @@ def test_products(pair, dtype, shape):
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row",
            "nvfp4-4over6", "quartet2", "nvfp4-ue5m3", "torchao-v2", "averis"]  # fmt: skip
 RECIPES += [name for name in shipped_recipes() if name.startswith("qat-")]
-WITHOUT_KERNELS = ["tetrajet2"]
+WITHOUT_KERNELS = ["tetrajet2", "if4"]
 CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),

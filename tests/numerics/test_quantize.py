@@ -122,11 +122,11 @@ SCALE_BYTES = {  # of (32, 64), (3, 17) and (130, 257): a byte a block, two a gr
     "int4-1x32": (64 * 2, 3 * 2, 130 * 9 * 2),
     "int4-1x128": (32 * 2, 3 * 2, 130 * 3 * 2),
 }
-SCALE_BYTES |= dict.fromkeys(("quartet2", "ms-eden"), SCALE_BYTES["nvfp4"])
+SCALE_BYTES |= dict.fromkeys(("quartet2", "ms-eden", "if4"), SCALE_BYTES["nvfp4"])
 PADDED = {"nvfp4": (64, 32, 272), "mx": (64, 32, 288), "fp8-tensor": (64, 17, 257)}
 PADDED |= {"fp8-row": PADDED["fp8-tensor"], "int4-1x32": PADDED["mx"]}
-PADDED["quartet2"] = PADDED["ms-eden"] = PADDED["nvfp4"]
-FOUR_BITS = ("nvfp4", "mxfp4", "quartet2", "ms-eden", "tetrajet2", "int4")
+PADDED["quartet2"] = PADDED["ms-eden"] = PADDED["if4"] = PADDED["nvfp4"]
+FOUR_BITS = ("nvfp4", "mxfp4", "quartet2", "ms-eden", "tetrajet2", "int4", "if4")
 
 
 @pytest.mark.parametrize("format", FORMATS)

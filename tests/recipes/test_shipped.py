@@ -106,6 +106,11 @@ OPERANDS = {
         (f"{ROWS} stochastic", f"{SQUARES} mae 256 nearest"),
         (f"{ROWS} stochastic", f"{ROWS} mae 256 nearest"),
     ),
+    "if4": gemms(
+        (f"{ROWS} mse nearest",) * 2,
+        (f"{ROWS} mse True stochastic", f"{ROWS} mse nearest"),
+        (f"{ROWS} mse True stochastic", f"{ROWS} mse nearest"),
+    ),
     "averis": gemms(
         (f"mean + {ROWS} nearest", f"{ROWS} nearest"),
         (f"mean + {ROWS} stochastic", f"{ROWS} nearest"),
@@ -138,6 +143,7 @@ OPERANDS = {
 OPERANDS["fp8-delayed"] = OPERANDS["fp8-tensorwise"]
 OPERANDS["nemotron3-super"] = OPERANDS["nvfp4"]
 NAMES = {  # formats whose blocks look like NVFP4's
+    "if4": dict.fromkeys(GEMMS, ("if4", "if4")),
     "nvfp4-ue5m3": dict.fromkeys(GEMMS, ("nvfp4-ue5m3", "nvfp4-ue5m3")),
     "quartet2": gemms(("quartet2",) * 2, ("ms-eden",) * 2, ("ms-eden",) * 2),
     "torchao-v2": gemms(("nvfp4",) * 2, ("ms-eden", "nvfp4"), ("ms-eden", "nvfp4")),
@@ -171,7 +177,7 @@ FIXED_16 = Hadamard(16, "fixed", "bf16")
 HADAMARDS = {
     "mxfp4-backward": {"dgrad": FRESH_64, "wgrad": FRESH_64},
     "mxfp4": {"wgrad": Hadamard(32, "fixed", "bf16")},
-    **{name: {"wgrad": FIXED_16} for name in ("nvfp4", "nvfp4-fold", "nvfp4-4over6")},
+    **{name: {"wgrad": FIXED_16} for name in ("nvfp4", "nvfp4-fold", "nvfp4-4over6", "if4")},
     **{name: {"dgrad": FRESH_128, "wgrad": FRESH_128}
        for name in ("quartet2", "torchao-v2", "nvfp4-backward")},
     "tetrajet2": {"dgrad": FIXED_16, "wgrad": FIXED_16},
@@ -183,6 +189,7 @@ KEPT = {  # blocks of the published model -> what stays in high precision, from 
     "nvfp4": (62, {0, 1, *range(54, 62)}),
     "nvfp4-fold": (62, {0, 1, *range(54, 62)}),
     "nvfp4-4over6": (24, {20, 21, 22, 23}),
+    "if4": (24, {20, 21, 22, 23}),
     "nvfp4-4over6-te": (62, {0, 1, *range(54, 62)}),
 }
 for _table in (OPERANDS, NAMES, REUSED, HADAMARDS, KEPT):

@@ -32,7 +32,7 @@ OPERANDS = [("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad"), ("dgrad"
 HIGH = [(*operand, "bf16", "16") for operand in OPERANDS]
 FORMATS_OF_NVFP4 = ("nvfp4", "nvfp4-2d", "nvfp4 SR", "nvfp4-2d", "nvfp4 SR", "nvfp4")
 HOPPER = (
-    (r"fp8-.*|mxfp.*|nvfp4-fold", "FP8"), (r"tetrajet2|qat-int4-.*", "FP32"),
+    (r"fp8-.*|mxfp.*|nvfp4-fold", "FP8"), (r"tetrajet2|if4|qat-int4-.*", "FP32"),
     (r"nemotron3-super|qat-(?:fp8|mxfp).*-activations", "BF16, FP8"),
 )  # fmt: skip
 """Number formats of GEMMs on an H100 by names of recipes; of all other recipes it is BF16."""
@@ -298,7 +298,7 @@ BITS = {
     "nvfp4": 4.5, "mxfp4": 4.25, "mxfp6-e2m3": 6.25, "mxfp6-e3m2": 6.25, "mxfp8-e4m3": 8.25,
     "mxfp8-e5m2": 8.25, "fp8-1x128-e4m3": 8.25, "fp8-1x128-e5m2": 8.25, "fp8-tensor-e4m3": 8,
     "nvfp4-ue5m3": 4.5, "quartet2": 4.5, "ms-eden": 4.5, "tetrajet2": 4 + 8 / 16 + 32 / 128,
-    "int4-1x32": 4.5, "int4-1x128": 4.125, "fp8-tensor-e5m2": 8,
+    "if4": 4.5, "int4-1x32": 4.5, "int4-1x128": 4.125, "fp8-tensor-e5m2": 8,
     "fp8-row-e4m3": 8, "fp8-row-e5m2": 8,
     "fp8-128x128-e4m3": 8 + 32 / 128**2, "fp8-128x128-e5m2": 8 + 32 / 128**2,
 }  # fmt: skip
