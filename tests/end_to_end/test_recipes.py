@@ -33,6 +33,10 @@ ROWS = {
     ),
     "mxfp4": ("--fp4-recipe mxfp4", 8, "RHT-32"),
     "nvfp4": ("--fp4-recipe nvfp4", 8, "RHT-16"),
+    "nvfp4-rows": (
+        "--fp4-recipe nvfp4 --recipe-set input.row_scaled=true --recipe-set grad.row_scaled=true",
+        8, "nvfp4 row_scaled x nvfp4 row_scaled: ",
+    ),
     "nvfp4-late-bf16": ("--fp4-recipe nvfp4-late-bf16", 8, "RHT-16"),
     "nvfp4-fold": ("--fp4-recipe nvfp4-fold", 8, "nvfp4 foldable-up"),
     "nvfp4-4over6": (
