@@ -56,9 +56,9 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 def test_cases():
     """Every model in its precisions, some with graphs too, of this project or upstream's."""
     found = flagship.cases()
-    fused, even, spread = 2 * 2, 2 * (10 + 2), 2 * 10 + 4
-    long, split = 10, 2 * 10 + 5 + 1
-    count = 27 * (6 + 11) + 10 + fused + even + spread + long + split
+    fused, even, spread = 2 * 2, 2 * (11 + 2), 2 * 11 + 4
+    long, split = 11, 2 * (11 + 3) + 4
+    count = 28 * (6 + 11) + 11 + fused + even + spread + long + split
     assert len({case.name for case in found}) == len(found) == count
     for case in found:
         words = flagship.words_of(case, 14)

@@ -48,6 +48,7 @@ ROWS = {
     "quartet2": ("--fp4-recipe quartet2", 16, "ms-eden x ms-eden: "),
     "torchao-v2": ("--fp4-recipe torchao-v2", 16, "ms-eden torchao x nvfp4: "),
     "torchao-v2-late-bf16": ("--fp4-recipe torchao-v2-late-bf16", 16, "ms-eden torchao x nvfp4: "),
+    "nvfp4-backward": ("--fp4-recipe nvfp4-backward", 16, "ms-eden torchao x nvfp4: "),
     "averis": ("--fp4-recipe averis", 16, "mean + nvfp4"),
     "tetrajet2": ("--fp4-recipe tetrajet2", 16, "tetrajet2 x tetrajet2: "),
     "nemotron3-super": (

@@ -195,7 +195,8 @@ def test_products(pair, dtype, shape):
 
 
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row",
-           "nvfp4-4over6", "quartet2", "nvfp4-ue5m3", "torchao-v2", "averis"]  # fmt: skip
+           "nvfp4-4over6", "quartet2", "nvfp4-ue5m3", "torchao-v2", "nvfp4-backward",
+           "averis"]  # fmt: skip
 RECIPES += [name for name in shipped_recipes() if name.startswith("qat-")]
 WITHOUT_KERNELS = ["tetrajet2", "if4"]
 CHANGED = {

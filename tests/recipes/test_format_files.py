@@ -24,16 +24,6 @@ matchers: {all: {type: glob, pattern: "*", config: low, enabled: true}}
 """
 
 
-@pytest.fixture(autouse=True)
-def known(monkeypatch) -> None:
-    """Forget the formats and files that a test registers."""
-    monkeypatch.setattr("megatron_lowbit.numerics.extra_formats._contents", {})
-    before = dict(FORMATS)
-    yield
-    FORMATS.clear()
-    FORMATS.update(before)
-
-
 def write(folder: Path, name: str = "own4", module: str = MODULE, file: str | None = None) -> str:
     """Write a recipe and its file of formats; return the recipe's path."""
     file = file or f"{name}.py"

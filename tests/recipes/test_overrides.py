@@ -29,7 +29,9 @@ from megatron_lowbit.recipes import (
 
 # GEMMs whose operands are another's values cannot be changed alone; nemotron3-super has two that
 # are quantized.
-TIED = ("averis", "quartet2", "tetrajet2", "torchao-v2", "torchao-v2-late-bf16")
+TIED = (
+    "averis", "nvfp4-backward", "quartet2", "tetrajet2", "torchao-v2", "torchao-v2-late-bf16",
+)  # fmt: skip
 QUANTIZING = [
     name
     for name in shipped_recipes()

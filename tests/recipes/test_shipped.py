@@ -178,8 +178,10 @@ HADAMARDS = {
     "mxfp4-backward": {"dgrad": FRESH_64, "wgrad": FRESH_64},
     "mxfp4": {"wgrad": Hadamard(32, "fixed", "bf16")},
     **{name: {"wgrad": FIXED_16} for name in ("nvfp4", "nvfp4-fold", "nvfp4-4over6", "if4")},
-    **{name: {"dgrad": FRESH_128, "wgrad": FRESH_128}
-       for name in ("quartet2", "torchao-v2", "nvfp4-backward")},
+    **{
+        name: {"dgrad": FRESH_128, "wgrad": FRESH_128}
+        for name in ("quartet2", "torchao-v2", "nvfp4-backward")
+    },
     "tetrajet2": {"dgrad": FIXED_16, "wgrad": FIXED_16},
 }
 
