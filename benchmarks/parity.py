@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
-    devices = gpus or 4  # processes on a CPU
+    devices = gpus or 8  # processes on a CPU
     for name in args.layouts or ():
         if LAYOUTS[name].processes > devices:
             parser.error(f"--layouts {name}: {LAYOUTS[name].processes} GPUs, there are {devices}")

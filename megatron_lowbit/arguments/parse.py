@@ -308,6 +308,7 @@ def translate_tokenizer_errors() -> Iterator[None]:
     original = global_vars.build_tokenizer
 
     def build(args: Namespace) -> Any:
+        require(args.tokenizer_type, "give --tokenizer-type, such as HuggingFaceTokenizer")
         name = f"--tokenizer-model {args.tokenizer_model}"
         if args.tokenizer_model is None:
             name = f"--tokenizer-type {args.tokenizer_type} without --tokenizer-model"

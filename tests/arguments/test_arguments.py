@@ -180,6 +180,12 @@ def test_a_missing_argument_is_named():
         arguments.parse_arguments(shlex.split("--num-layers 2 --hidden-size 64 --mock-data"))
 
 
+def test_a_missing_tokenizer_type_is_named():
+    given = TINY.replace("--tokenizer-type NullTokenizer", "--tokenizer-model folder")
+    with pytest.raises(UserError, match=r"^give --tokenizer-type, such as HuggingFaceTokenizer$"):
+        arguments.parse_arguments(shlex.split(given))
+
+
 def test_scripts_for_hybrids_and_for_gpts():
     pattern = "--hybrid-layer-pattern M-*-"
     assert "pretrain_gpt.py" in refusal("", hybrid=True)

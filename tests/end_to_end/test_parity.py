@@ -35,8 +35,7 @@ FAST = ("--quantization-engine", "reference", "--global-batch-size", "4")
 @pytest.fixture(scope="module")
 def data(corpus) -> list[str]:
     """Arguments for the tiny data."""
-    model = ["--tokenizer-model", str(corpus / "tokenizer"), "--num-workers", "0"]
-    return ["--data-path", str(corpus / "data"), "--tokenizer-type", "HuggingFaceTokenizer", *model]
+    return ["--data-path", str(corpus / "data"), "--tokenizer-model", str(corpus / "tokenizer")]
 
 
 @pytest.fixture
