@@ -141,7 +141,9 @@ def test_the_ranks_of_an_mlp_sum_its_product(layers, monkeypatch, sequence_paral
         asked.append((shards.sequence_parallel, shards.allreduce_dgrad))
         return scatter(dgrad, 5) if any(asked[-1]) else dgrad, None
 
-    monkeypatch.setattr(sharding, "_start_gather", lambda x, group: lambda: torch.stack((x, x)))
+    monkeypatch.setattr(
+        sharding, "_start_gather", lambda all, group: lambda: [torch.stack((x, x)) for x in all]
+    )
     monkeypatch.setattr(operands, "reduce_dgrad", reduce_dgrad)
     for name in ("reduce_from_tensor_model", "reduce_scatter_to_sequence"):
         monkeypatch.setattr(layers, f"{name}_parallel_region", lambda y, group: scatter(y, 7))
