@@ -95,3 +95,48 @@ def test_fused_losses():
     saved = f"{float(PEAKS[NATIVE]) - float(PEAKS[f'{FP8}, own loss']):.1f} GiB"
     for page in ("memory.md", "megatron-lm.md", "choose-a-recipe.md"):
         assert saved in prose(page)
+
+
+def two_gpus(title: str, column: str) -> dict[str, str]:
+    """Return a column of a table of two H200s by row, without the fastest step in parentheses."""
+    _, _, text = RESULTS.partition("## Whole training steps on two NVIDIA H200s")
+    (table,) = re.findall(rf"### {re.escape(title)}.*?\n\n(\|.*?)\n\n", text, re.DOTALL)
+    return {row[""]: row[column].partition(" ")[0] for row in rows(table)}
+
+
+def test_split_layers():
+    took = two_gpus("Llama-3-8B: 10 of 32 layers", "ms (fastest)")
+    fused = [
+        took[f"{name} in local layers{more}, own loss"]
+        for name in ("mxfp8", "fp8-row")
+        for more in (" with the fused all-reduce", "")
+    ]
+    stock, tile = took[f"{BF16}, own loss"], took["fp8-tile, own loss"]
+    split = took["fp8-tile with sequence parallelism, own loss"]
+    page = prose("research/fused-allreduce.md")
+    assert (
+        "{} ms per step with it and {} without under `mxfp8`, and {} and {}".format(*fused) in page
+    )
+    assert f"layers take {stock} ms in BF16" in page
+    assert (
+        f"{stock} ms per step in BF16, {tile} under `fp8-tile`, and {split} with sequence"
+        in prose("distributed.md")
+    )
+
+
+def test_long_sequences():
+    rates = two_gpus("Llama-3-8B: 16 of 32 layers", "tokens/s")
+    figures = [rates[f"{name}, own loss"] for name in ("mxfp8", FP8, BF16)]
+    text = "{} tokens/s per H200 under `mxfp8`, {} in stock tensorwise FP8 and {} in BF16"
+    assert text.format(*figures) in prose("distributed.md")
+
+
+def test_spread_experts():
+    took = two_gpus("Qwen3-30B-A3B: 6 of 48 layers", "ms (fastest)")
+    names = (BF16, FP8, "bf16")
+    stock, tensorwise, plain = (took[f"{name}, own loss"] for name in names)
+    graphs = [took[f"{name}, own loss, graphs"] for name in ("bf16", "fp8-tile", "mxfp8")]
+    page = prose("experts.md")
+    assert f"takes {stock} ms in stock Megatron-LM BF16, {tensorwise} in its tensorwise FP8" in page
+    assert f"{plain} under `bf16` and, in CUDA graphs, {graphs[0]} (290 TFLOP/s, " in page
+    assert f"{graphs[1]} under `fp8-tile` and {graphs[2]} under `mxfp8`" in page
