@@ -177,24 +177,17 @@ def complaint(cell: Mapping[str, Any]) -> str | None:
 
 def table(cells: Sequence[Mapping], layouts: Mapping[str, Layout]) -> str:
     """Tabulate the cells of a record: a row for each layout, a column for each recipe."""
-    recipes = list(dict.fromkeys(cell["recipe"] for cell in cells))
-    shown = {(cell["layout"], cell["recipe"]): _difference(cell) for cell in cells}
+    shown = {(c["layout"], c["recipe"]): (c["loss"], c["norm"]) for c in cells if "loss" in c}
+    recipes = [name for name in RECIPES if any(recipe == name for _, recipe in shown)]
     lines = []
-    for name in dict.fromkeys(layout for layout, _ in shown):
+    for name, layout in layouts.items():
         row = [shown.get((name, recipe)) for recipe in recipes]
         if all(row):
-            processes = layouts[name].processes if name in layouts else 1
-            lines.append([name, processes, *(short(*pair) for pair in row)])
+            lines.append([name, layout.processes, *(short(*pair) for pair in row)])
     for effect in ("whole", "split", "spread"):
         bounds = (short(*RECIPES[name].bounds(effect)) for name in recipes)
         lines.append([f"bounds, {effect} |", *bounds])  # of any number of processes
     return records.markdown(["layout", "processes", *(f"`{name}`" for name in recipes)], lines)
-
-
-def _difference(cell: Mapping[str, Any]) -> Sequence[float] | None:
-    if "loss" not in cell:  # earlier versions had the pair as "difference"
-        return cell.get("difference")
-    return cell["loss"], cell["norm"]
 
 
 def _parser() -> argparse.ArgumentParser:
