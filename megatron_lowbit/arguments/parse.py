@@ -60,9 +60,9 @@ _OF_QUANTIZED_LAYERS = (
 OF_GPUS = (
     "cuda_graph_impl", "cuda_graph_modules", "transformer_impl", "masked_softmax_fusion",
     "bias_swiglu_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
-    "moe_token_dispatcher_type",
+    "moe_token_dispatcher_type", "context_parallel_size",
 )  # fmt: skip
-"""Attributes that a CPU changes and that decide what a run on GPUs supports."""
+"""Attributes that a CPU or a dry run changes and that decide what a run on GPUs supports."""
 _LISTING = re.compile(r"^-+ arguments -+$.*^-+ end of arguments -+\n", re.MULTILINE | re.DOTALL)
 """Megatron-LM's list of all arguments, hundreds of lines."""
 _NEVER = 10**9

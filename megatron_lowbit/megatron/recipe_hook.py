@@ -20,12 +20,12 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.utils import is_rank0
 from rich.table import Table
 
+from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.arguments.from_checkpoint import check_loads
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import compatibility
 from megatron_lowbit.megatron.distillation import distill
 from megatron_lowbit.megatron.features import ExtraTensors, Feature
 from megatron_lowbit.megatron.features.allreduce_norm import FusedAllReduceNorm

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_lowbit.arguments.compatibility import check
 from megatron_lowbit.errors import require
-from megatron_lowbit.recipes import HIGH_PRECISION, Layer, LinearPrecision, Recipe
+from megatron_lowbit.recipes import HIGH_PRECISION, Layer, LinearPrecision, Recipe, load_recipes
 from megatron_lowbit.recipes.show import LINEAR_LAYERS
 
 CONVOLUTION = 4
@@ -205,7 +206,8 @@ def loss_fusion(args: Namespace) -> str | None:
 
 
 def check_plannable(args: Namespace) -> None:
-    """Raise UserError for a model or a layout that the planner does not model."""
+    """Raise UserError for arguments that training refuses, or that the planner does not model."""
+    check(args, load_recipes(args.precision_recipe, args.recipe_set))
     unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
     tensor, heads, groups = (
         args.tensor_model_parallel_size, args.num_attention_heads, query_groups(args)

@@ -222,7 +222,7 @@ def _is_taken(run: Plan, estimate: Estimate, change: Sequence[str]) -> bool:
     if not run.fits(estimate):
         return False
     try:
-        run.training.parse(run.gpus, [*run.arguments(estimate), *change])
+        check_plannable(run.training.parse(run.gpus, [*run.arguments(estimate), *change]))
     except UserError:
         return False
     return True

@@ -28,10 +28,8 @@ def pace_of(job: Job, gpu: str) -> Pace:
     """Compute the pace of a run on one GPU, as ``lowbit-plan`` does.
 
     Raises:
-        UserError: no such GPU, arguments that it cannot plan, or graphs that the recipe refuses.
+        UserError: no such GPU, or arguments that it cannot plan.
     """
-    from megatron_lowbit.megatron.compatibility import refuse
-    from megatron_lowbit.megatron.graph_compatibility import cuda_graphs, graphs_of_experts
     from megatron_lowbit.planning.estimate import WAITING
     from megatron_lowbit.planning.search import plan_run
 
@@ -39,8 +37,6 @@ def pace_of(job: Job, gpu: str) -> Pace:
         plan = plan_run(training_words(job), gpu, gpus=1, as_given=True)
         if not plan.tokens:
             raise UserError("its arguments give no --train-iters")
-        refuse(graphs_of_experts(plan.args))
-        refuse(cuda_graphs(plan.args, plan.recipe))
     except UserError as error:
         raise UserError(f"run {job.name!r}: {error}") from error
     best = plan.best

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_lowbit import arguments, command_line
+from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
 from megatron_lowbit.arguments.parse import _NEVER, in_one_line
 from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import compatibility
 from tests import processes
 
 # isort: split

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import pytest
 
+from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import compatibility
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 from megatron_lowbit.megatron.run.workarounds import train_biases_of_experts
 from megatron_lowbit.recipes import load_recipe

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lowbit.command_line import shipped_presets
 from megatron_lowbit.console import plain_console
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.planning.command import main as lowbit_plan
 from megatron_lowbit.planning.report import describe_plan
@@ -83,6 +84,31 @@ def test_a_dry_run_prints_the_plan_of_lowbit_plan(number, capsys, monkeypatch):
     expected = tables(capsys.readouterr().out)
     pretrain.main([*words(line), "--dry-run", "--world-size", str(gpus)])
     assert tables(capsys.readouterr().out) == expected
+
+
+REFUSED = {
+    "--pad-documents-to-multiple-of 4": "of 4 needs --dataloader-inter-document-masking",
+    "--context-parallel-size 2 --dataloader-inter-document-masking": (
+        "masking needs --pad-documents-to-multiple-of 4, or a multiple"
+    ),
+    "--context-parallel-size 2 --transformer-impl local": "2 with --transformer-impl local: its ",
+    "--mxnorm --normalization RMSNorm --precision-recipe mxfp8": "needs --transformer-impl local",
+    "--sandwich-norm": "exclude --transformer-impl transformer_engine",
+    "--cuda-graph-impl local --precision-recipe mxfp8": "use --eval-precision recipe",
+}
+"""Arguments that training refuses, and parts of the errors."""
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_training_refuses_has_no_plan_and_no_dry_run(flags):
+    line = words(f"{LLAMA} --transformer-impl transformer_engine {flags}")
+    for refused in (
+        lambda: lowbit_plan(["--gpus", "8", "--as-given", *line]),
+        lambda: lowbit_plan(["--gpus", "8", *line]),
+        lambda: pretrain.main([*line, "--dry-run", "--world-size", "8"]),
+    ):
+        with pytest.raises(UserError, match=REFUSED[flags]):
+            refused()
 
 
 @pytest.mark.parametrize(("flags", "gib"), [("", "29.92"), ("--grad-reduce-in-bf16", "14.96")])

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.arguments import compatibility, parse_arguments
 from megatron_lowbit.arguments.precision import Machine
-from megatron_lowbit.megatron import compatibility
 from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.recipes.show import model_layers
 from megatron_lowbit.study.definition import jobs_of, read_study

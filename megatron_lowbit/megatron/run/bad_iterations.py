@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.errors import TrainingError, UserError, say
 from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import parse_json
-from megatron_lowbit.megatron import compatibility
 
 NOTES = "bad_iterations.json"
 

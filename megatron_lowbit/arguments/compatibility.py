@@ -1,15 +1,15 @@
 """Combinations of arguments and recipes that are refused, in one table.
 
 Each function returns the rows of one subject: the error that names a combination and a way out, and
-whether the combination is given. Training and dry runs read all of them by :func:`check`.
+whether the combination is given. Training, dry runs and plans read all of them by :func:`check`.
 """
 
 from argparse import Namespace
 
+from megatron_lowbit.arguments.graph_compatibility import Rows, cuda_graphs, graphs_of_experts
 from megatron_lowbit.arguments.parse import on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
-from megatron_lowbit.megatron.graph_compatibility import Rows, cuda_graphs, graphs_of_experts
 from megatron_lowbit.recipes import Recipe
 
 
@@ -21,17 +21,16 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
             checked as the machine that it describes.
         recipe: None without ``--precision-recipe``.
     """
-    described = on_described_machine(args)
-    rows = [attention_mask(described), local_layers(described), fused_loss(described)]
-    rows += [graphs_of_experts(described), megatron_fsdp(described), schedules(args)]
-    rows += [gemma_layers(args), document_masks(described), layer_wise_optimizer(described)]
-    rows.append(distillation(described))
+    args = on_described_machine(args)
+    rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]
+    rows += [megatron_fsdp(args), schedules(args), gemma_layers(args), document_masks(args)]
+    rows += [layer_wise_optimizer(args), distillation(args)]
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
         if recipe.takes_output_layer:
             rows.append(output_layer(args))
-        rows += [cuda_graphs(described, recipe), mxnorm(args, recipe), oscillation(args, recipe)]
+        rows += [cuda_graphs(args, recipe), mxnorm(args, recipe), oscillation(args, recipe)]
         rows += [fused_allreduce_norm(args), quantized_param_gather(args), quantization_log(args)]
         rows.append(quantized_expert_dispatch(args))
     for each in rows:
@@ -69,6 +68,8 @@ def local_layers(args: Namespace) -> Rows:
     biases = args.num_experts is not None and args.add_bias_linear
     virtual = args.virtual_pipeline_model_parallel_size is not None
     return {
+        f"--context-parallel-size {args.context_parallel_size} {local} its attention divides no "
+        "sequences; it must be 1": args.context_parallel_size > 1,
         f"--multi-latent-attention {local} Megatron-LM's gradient of the shared rotary key is "
         "wrong; --tensor-model-parallel-size must be 1": latent,
         f"--hybrid-layer-pattern {pattern} {local} D and G would be empty; they need Transformer "
