@@ -9,8 +9,8 @@ from textwrap import shorten
 from typing import Any, NoReturn, TextIO, TypeVar
 
 _PLACES = {
-    errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
-    errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENOENT,
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
 }  # fmt: skip
 """Errors of the operating system that say that a path or a disk is unfit."""
 

@@ -1,6 +1,7 @@
 """Output of commands: control characters of names are escaped, and streams may be closed."""
 
 import ast
+import errno
 import json
 import os
 import re
@@ -45,6 +46,22 @@ def run(monkeypatch):
 def tokenizer(tmp_path):
     train_tokenizer(["some text"], 257, tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
+
+
+@pytest.mark.parametrize(
+    "number", ["ENOENT", "EPERM", "EACCES", "ENOSPC", "EROFS", "ENOTDIR", "EISDIR", "ENAMETOOLONG"]
+)
+def test_a_path_or_a_disk_that_is_unfit_is_one_line(number, capsys):
+    """Such as a folder that vanishes during a command."""
+    code = getattr(errno, number)
+
+    def main():
+        raise OSError(code, os.strerror(code), "some/path")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_on_user_error(main)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: some/path: {os.strerror(code)}\n"
 
 
 def lines_of(capsys) -> list[str]:
