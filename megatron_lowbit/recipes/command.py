@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_lowbit.command_line import CommandParser, command_parser, expand_with_origin
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.command == "te-config":
         write_te_config(args.recipe, _read_model(args.model))
     else:
+        _check_shape(args)
         recipes = (args.forward, args.recipe) if args.forward else (args.recipe,)
         show(recipes, args.recipe_set, args if args.model is None else _read_model(args.model))
 
@@ -59,8 +60,9 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--q-lora-rank", type=int, metavar="N", help="rank of the queries of latent attention"
     )
     parser.add_argument(
-        "--normalization", metavar="NAME", help="norm of the model; active MXNorm is shown"
-    )
+        "--normalization", choices=("LayerNorm", "RMSNorm", "MXNorm"),
+        help="norm of the model; active MXNorm is shown",
+    )  # fmt: skip
     parser.add_argument(
         "--first-last-layers-bf16", action="store_true", help="replace the recipe's BF16 blocks"
     )
@@ -69,6 +71,22 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
             f"--num-layers-at-{name}-in-bf16", type=int, default=1, metavar="BLOCKS",
             help=f"{end} blocks that --first-last-layers-bf16 keeps in BF16",
         )  # fmt: skip
+
+
+def _check_shape(args: argparse.Namespace) -> None:
+    """Raise UserError for arguments about the model that would have no effect."""
+    shape = CommandParser(add_help=False)
+    _add_shape(shape)
+    given = [a.option_strings[0] for a in shape._actions if getattr(args, a.dest) != a.default]
+    ends = [flag for flag in given if flag.startswith("--num-layers-at-")]
+    pattern = args.hybrid_layer_pattern or ""
+    for idle, why in (
+        (args.model and given, "--model gives the model"),
+        (pattern and "--num-layers" in given and ["--num-layers"], "the pattern gives the layers"),
+        ("+" not in pattern and args.q_lora_rank and ["--q-lora-rank"], "it needs + in a pattern"),
+        (not args.first_last_layers_bf16 and ends, "it needs --first-last-layers-bf16"),
+    ):
+        require(not idle, f"{' '.join(idle or [])} has no effect: {why}")
 
 
 def _read_model(file: str) -> argparse.Namespace:
