@@ -152,6 +152,8 @@ def _study_of(args: argparse.Namespace) -> "Study":
 
 
 def _run(args: argparse.Namespace, training: list[str]) -> None:
+    from torch.cuda import is_available
+
     from megatron_lowbit.analysis.comparison import compare, far_behind, read_contenders
     from megatron_lowbit.analysis.comparison_page import gaps_text
     from megatron_lowbit.folders import check_folder
@@ -174,6 +176,8 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
         return gaps_text(rows), behind
 
     jobs = jobs_of(study, args.output, training)
+    has_gpus = args.gpus is None or is_available()
+    require(has_gpus, "--gpus: this machine has none; omit it to train on the CPU")
     gpus = (args.gpus or [None]) * args.at_once
     check_folder("--output", args.output)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -193,9 +197,10 @@ def _plan(args: argparse.Namespace, training: list[str]) -> None:
         console.print(line, highlight=False)
 
 
-def _compare(args: argparse.Namespace, _: list[str]) -> None:
+def _compare(args: argparse.Namespace, training: list[str]) -> None:
     from megatron_lowbit.analysis.comparison import read_contenders
 
+    require(not training, f"-- {' '.join(training)}: compare trains nothing; omit them")
     _show(read_contenders([named(run) for run in args.runs]), args.output, args.title)
 
 

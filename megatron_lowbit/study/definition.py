@@ -1,10 +1,13 @@
 """A study: runs of one model that differ in a few arguments, each for several seeds."""
 
+import hashlib
 import json
+import os
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -13,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.command_line import expand_files
+from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import Entries, read_object
@@ -20,7 +24,13 @@ from megatron_lowbit.recipes.yaml_reader import first_error, read_text, read_yam
 from megatron_lowbit.storage.files import TRACKER
 
 _STATE = "study.json"
-"""File in a run's folder with its command, its machine, and true if it has finished."""
+"""File in a run's folder: command, digests of its files, machine, and true if it has finished."""
+_OF_STUDIES = {
+    "--save": "the study gives each run its folder; omit it",
+    "--seed": "the study gives each run its seed; give --seeds, or seeds of the study file",
+    "--finetune": "a run that resumes would begin again; give --pretrained-checkpoint",
+}
+"""Arguments of training that would have no effect, or another one, with ways out."""
 # lowbit-pretrain, whose script need not be on PATH; -P: modules of the folder stay out, as there.
 _PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()")
 
@@ -151,7 +161,8 @@ def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """Return all runs, every name's first seed first; ``more`` are from the command line.
 
-    Raises UserError for a seed given twice and for names that would share a folder.
+    Raises UserError for a seed given twice, for names that would share a folder, and for arguments
+    that a study sets itself.
     """
     seeds = " ".join(map(str, study.seeds))
     require(len(set(study.seeds)) == len(study.seeds), f"seeds {seeds}: each must be given once")
@@ -178,6 +189,9 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
             folders[job.folder] == 1,
             f"run {job.name!r}: another run's name is the same in a file's name",
         )
+        flags = [word.partition("=")[0] for word in expand_files(training_words(job)[:-2])]
+        for flag, why in _OF_STUDIES.items():
+            require(flag not in flags, f"run {job.name!r}: {flag}: {why}")
     return jobs
 
 
@@ -208,7 +222,8 @@ def training_words(job: Job) -> list[str]:
 def is_finished(job: Job) -> bool:
     """Return True if an earlier command has finished a run.
 
-    Raises UserError if its folder is of another command, or of no study.
+    Raises UserError if its folder is of another command, of files that have changed since, or of no
+    study.
     """
     file = job.folder / _STATE
     if not file.is_file():
@@ -223,20 +238,42 @@ def is_finished(job: Job) -> bool:
         state.strings("command") == job.command[1:],
         f"{job.folder}: holds a run with other arguments; give another --output",
     )
+    digests = state.inner("inputs")
+    changed = [word for word, now in _inputs(job).items() if digests.string(word, now) != now]
+    since = f"before {', '.join(changed)} changed"
+    require(not changed, f"{job.folder}: holds a run from {since}; give another --output")
     return state.boolean("finished")
 
 
+def _inputs(job: Job) -> dict[str, str]:
+    """Return digests of the files of arguments, recipes and data sets that a job's words name."""
+    words = training_words(job)
+    read = expand_files(words)
+    sha256 = hashlib.sha256(json.dumps(read).encode()).hexdigest()
+    digests = {word: sha256 for word in words if word.startswith("@")}
+    for word in read:
+        if file := next(filter(os.path.isfile, (word, f"{word}.bin")), None):
+            digests[word] = _digest(word, os.stat(file).st_mtime_ns)
+    return digests
+
+
+@cache
+def _digest(word: str, _changed: int) -> str:
+    return str(dataset_digest(word))
+
+
 def mark(job: Job, finished: bool) -> None:
-    """Write down which run a folder holds, and on what machine and with what versions."""
+    """Write down which run a folder holds, of what files, on what machine, with what versions."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    state = {
+    file = job.folder / _STATE
+    state = read_object(file) if finished else {
         "name": job.name,
         "seed": job.seed,
         "command": job.command[1:],
-        "finished": finished,
+        "inputs": _inputs(job),
         "machine": machine(),
-    }
-    replace_text(job.folder / _STATE, json.dumps(state, indent=1) + "\n")
+    }  # fmt: skip
+    replace_text(file, json.dumps({**state, "finished": finished}, indent=1) + "\n")
 
 
 def has_checkpoint(folder: Path) -> bool:

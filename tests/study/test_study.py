@@ -159,6 +159,43 @@ def test_recipes_in_place_of_a_studys_runs(study, write_script, tmp_path):
         main(["run", str(file), "--recipes", str(base), "--output", str(output)])
 
 
+@pytest.mark.parametrize("changed", ["mine.yaml", "more.args", "data.bin"])
+def test_runs_of_files_that_have_changed_are_not_compared(study, tmp_path, changed, monkeypatch):
+    """Runs of other seeds would differ in more than their seeds."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "more.args", "data.bin", "data.idx"):
+        Path(name).write_text("1")
+    file = study(base="--scale 2 --recipe mine.yaml --data data --more @more.args")
+    command = ["run", str(file), "--output", "out", "--seeds"]
+    main([*command, "1"])
+    main([*command, "1", "2"])
+    Path(changed).write_text("2")
+    word = {"data.bin": "data", "more.args": "@more.args"}.get(changed, changed)
+    with pytest.raises(UserError, match=f"base-1: holds a run from before {word} changed; give "):
+        main([*command, "1", "2", "3"])
+
+
+@pytest.mark.parametrize("words", ["--save x", "--save=x", "--seed 3", "--finetune"])
+def test_arguments_that_a_study_sets_are_refused(study, tmp_path, words):
+    file, flag = study(base="--scale 2"), words.replace("=", " ").split()[0]
+    Path(tmp_path / "more.args").write_text(words)
+    for more in (words.split(), [f"@{tmp_path}/more.args"]):
+        with pytest.raises(UserError, match=f"^run 'base': {flag}: .*; (omit|give) "):
+            main(["run", str(file), "--output", str(tmp_path / "out"), "--", *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_takes_no_arguments_of_training(tmp_path):
+    with pytest.raises(UserError, match="-- --lr 1: compare trains nothing; omit them"):
+        main(["compare", str(tmp_path), "--", "--lr", "1"])
+
+
+def test_runs_on_gpus_do_not_fall_back_to_the_cpu(study, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="--gpus: this machine has none; omit it"):
+        main(["run", str(study(base="--scale 2")), "--output", str(tmp_path), "--gpus", "0"])
+
+
 NUMBERS = {
     "run": ["--at-once 0", "--at-once -3", *(f"--minutes {x}" for x in ("nan", "-5", "0", "inf")),
             "--leave-out nan", "--leave-out -1"],
