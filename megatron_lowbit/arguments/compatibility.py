@@ -24,7 +24,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     args = on_described_machine(args)
     rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]
     rows += [megatron_fsdp(args), schedules(args), gemma_layers(args), document_masks(args)]
-    rows += [layer_wise_optimizer(args), distillation(args)]
+    rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
     if recipe is not None:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
@@ -388,6 +388,8 @@ def quantization_log(args: Namespace) -> Rows:
 
 def bad_iterations(args: Namespace) -> Rows:
     """Return arguments that allow no restart from a checkpoint (``--skip-bad-iterations``)."""
+    if args.skip_bad_iterations is None:
+        return {}
     option = f"--skip-bad-iterations {args.skip_bad_iterations}"
     return {
         f"{option}: must be positive": args.skip_bad_iterations <= 0,

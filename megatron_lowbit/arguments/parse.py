@@ -44,6 +44,8 @@ _NEEDED = {
     "--multiple-validation-sets": "--full-validation",
     "--load-latest-valid": "--load", "--resume-changed": "--load", "--save-keep-last": "--save",
     "--short-log": "--save",
+    "--num-layers-at-start-in-bf16": "--first-last-layers-bf16",
+    "--num-layers-at-end-in-bf16": "--first-last-layers-bf16",
 }  # fmt: skip
 """Arguments that mean nothing without another one."""
 _NOT_WITH_SFT = (
@@ -94,7 +96,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
         print_help(parser)
     args, words = read_command_line(parser, given)
     check_values(parser, args, words)
-    _check(args, words, hybrid)
+    check_given(args, words, hybrid)
     if not args.dry_run:
         check_folders(args)
     machine = Machine.current()
@@ -122,7 +124,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     return parsed
 
 
-def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
+def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
     """Check this project's arguments, and restrictions that Megatron-LM does not check."""
     if hybrid is True and not args.use_checkpoint_args:
         require(any(flag in words for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "

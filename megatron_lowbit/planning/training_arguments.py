@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import cache
 
 from megatron_lowbit.arguments.cpu import needs_one_connection
-from megatron_lowbit.arguments.parse import REFUSALS, environment, in_one_line
+from megatron_lowbit.arguments.parse import REFUSALS, check_given, environment, in_one_line
 from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import Machine, translate_precision
 from megatron_lowbit.arguments.values import check_values
@@ -56,6 +56,7 @@ class TrainingArguments:
         parser, self._parser = _parsers()
         args, self._command_line = read_command_line(parser, words)
         check_values(parser, args, self._command_line)
+        check_given(args, self._command_line, hybrid=None)
         self.words, self.flags = words, args
         self.given = deepcopy(self._command_line)
         self.remove("--dry-run", "--world-size", "--gpu")

@@ -39,6 +39,7 @@ USUAL = {
     "reset_position_ids": False, "micro_batch_size": 2, "seq_length": 32,
     "pad_documents_to_multiple_of": 1,
     "use_layer_wise_distributed_optimizer": False, "distill_from": None,
+    "skip_bad_iterations": None,
 }  # fmt: skip
 
 

@@ -93,6 +93,8 @@ REFUSED = {
     ),
     "--context-parallel-size 2 --transformer-impl local": "2 with --transformer-impl local: its ",
     "--mxnorm --normalization RMSNorm --precision-recipe mxfp8": "needs --transformer-impl local",
+    "--skip-bad-iterations 2": "needs --save and --load with the same folder",
+    "--num-layers-at-end-in-bf16 2": "needs --first-last-layers-bf16",
     "--sandwich-norm": "exclude --transformer-impl transformer_engine",
     "--cuda-graph-impl local --precision-recipe mxfp8": "use --eval-precision recipe",
 }
