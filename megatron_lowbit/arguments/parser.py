@@ -81,8 +81,9 @@ class RecipeArguments:
     load_latest_valid: bool = False
     """if the newest checkpoint in --load is incomplete or damaged, load the newest valid one"""
 
-    resume_changed: list[Literal["recipe", "data"]] = field(default_factory=list)
-    """resume a checkpoint with another recipe, or other data (default: the run is refused)"""
+    resume_changed: list[Literal["recipe", "data", "model"]] = field(default_factory=list)
+    """load a checkpoint into a run with another recipe, other data, or arguments by which the model
+    computes something else (default: the run is refused)"""
 
     save_keep_last: int | None = None
     """after each save, delete complete checkpoints except the newest N (default: keep all)"""

@@ -81,16 +81,20 @@ def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
     return MockGPTDataset if args.mock_data else cls, config
 
 
-def data_prefixes(args: Namespace) -> list[str]:
-    """Return the prefixes of all data sets that the arguments name.
+def data_blends(args: Namespace) -> list[_Blend]:
+    """Return prefixes and weights of the data sets that the arguments name, for each split.
 
     Raises:
         UserError: an argument that names data sets for each split is invalid.
     """
     _check_per_split(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    parts = (blend, *(blend_per_split or ()))
-    return [prefix for part in parts if part for prefix in part[0]]
+    return [part for part in (blend, *(blend_per_split or ())) if part]
+
+
+def data_prefixes(args: Namespace) -> list[str]:
+    """Return the prefixes of all data sets that the arguments name; see :func:`data_blends`."""
+    return [prefix for prefixes, _ in data_blends(args) for prefix in prefixes]
 
 
 def _config(args: Namespace) -> GPTDatasetConfig:

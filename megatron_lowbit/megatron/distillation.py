@@ -32,14 +32,15 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.megatron.run.errors import say_on_rank_0, translate_load_errors
 from megatron_lowbit.megatron.run.load_source import verify_checkpoint
+from megatron_lowbit.megatron.run.records import OF_THE_MODEL, changes
 from megatron_lowbit.storage import files
 
-_OF_THE_MODEL = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "swiglu",
-    "squared_relu", "normalization", "layernorm_epsilon", "position_embedding_type", "rotary_base",
-    "rotary_percent",
-)  # fmt: skip
-"""Arguments that the teacher must share, also where the shapes of its tensors would fit."""
+_SHARED = OF_THE_MODEL | {
+    "num_layers": "--num-layers", "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size", "num_attention_heads": "--num-attention-heads",
+    "kv_channels": "--kv-channels", "normalization": "--normalization",
+}  # fmt: skip
+"""Arguments that the teacher must share, by their attributes."""
 
 
 def distill(model_config: Any, args: Namespace) -> None:
@@ -97,10 +98,8 @@ def load_weights(model: Any, checkpoint: Path) -> None:
         UserError: the checkpoint is damaged or of another model.
     """
     verify_checkpoint(checkpoint)
-    args, theirs = get_args(), read_common_state(checkpoint).get("args")
-    for name in _OF_THE_MODEL:
-        mine, its = getattr(args, name), getattr(theirs, name, getattr(args, name))
-        require(mine == its, f"--distill-from {checkpoint}: its {name} is {its}, not {mine}")
+    changed = changes(get_args(), read_common_state(checkpoint).get("args"), _SHARED)
+    require(not changed, f"--distill-from {checkpoint}: a teacher of another model: {changed}")
     with translate_load_errors(f"--distill-from {checkpoint}"):
         metadata = dist_checkpointing.load_content_metadata(str(checkpoint)) or {}
         shards = model.sharded_state_dict(metadata=metadata)

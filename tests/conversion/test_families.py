@@ -18,6 +18,8 @@ from megatron_lowbit.conversion.convert import COMPANIONS, to_hugging_face, to_m
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.run.records import OF_THE_MODEL, changes
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 from tests.short_runs import fork_results_queue
 
 CASES = [
@@ -84,6 +86,14 @@ def logits(sources, run_ranks, tmp_path_factory) -> Callable[[int], Path]:
         return folder
 
     return run
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_with_its_arguments_takes_a_checkpoint_for_its_model(name, sources, tmp_path):
+    to_megatron(sources[name], tmp_path / "there")
+    words = [f"@{tmp_path}/there/model.args", "--seq-length=8", "--micro-batch-size=1"]
+    saved = CheckpointReader(tmp_path / "there" / "iter_0000000").args
+    assert changes(TrainingArguments(words).parse(1), saved, OF_THE_MODEL) == ""
 
 
 @pytest.mark.parametrize("name", MODELS)

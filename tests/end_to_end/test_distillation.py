@@ -77,8 +77,7 @@ def test_a_resumed_run_repeats_the_losses(pretrain_here, teacher, tmp_path):
 
 
 def test_a_teacher_of_another_model_is_refused(pretrain_here, teacher, tmp_path):
-    more = ("--rotary-base", 500)
+    more = ("--rotary-base", 500, "--resume-changed", "model")
     line = refused(pretrain_here(*arguments(teacher, tmp_path, *more)))
-    assert (
-        line == f"error: --distill-from {teacher}/iter_0000008: its rotary_base is 10000, not 500"
-    )
+    error = f"error: --distill-from {teacher}/iter_0000008: a teacher of another model: "
+    assert line == f"{error}--rotary-base 500 instead of 10000"

@@ -1,5 +1,6 @@
 """Runs that resume with another recipe, other data or another learning rate."""
 
+import re
 import shutil
 from argparse import Namespace
 from functools import partial
@@ -9,17 +10,27 @@ import pytest
 import torch
 from tiny_run import ONE_MICROBATCH, ROOT, done, metrics, refused, start_from
 
+from megatron_lowbit.arguments import front_parser
+from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.common_state import read_common_state
-from megatron_lowbit.megatron.run.records import check_resumed
+from megatron_lowbit.megatron.run.records import OF_THE_MODEL, check_loaded
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.record import recipe_from, record_of
 from tests.marks import others_slow
 
 SAVED = 1
-OTHER = {"recipe": "another recipe", "data": "other data"}
+OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
+SAMPLES = {
+    "blend_record": ("--data-path", "0.5 a 0.5 b"),
+    "seed": ("--seed", 99),
+    "split": ("--split", "50,50,0"),
+    "seq_length": ("--seq-length", 128),
+    "pad_documents_to_multiple_of": ("--pad-documents-to-multiple-of", 4),
+}
+"""Arguments that choose samples of the same data sets, and other values of them."""
 RUN = ("--num-layers", 1, *ONE_MICROBATCH)
 RECIPE = "mine.yaml"
 
@@ -50,6 +61,7 @@ def resumed(start, corpus, folder, monkeypatch) -> Namespace:
     monkeypatch.setattr(
         torch.distributed, "all_gather_object", lambda found, own: found.__setitem__(0, own)
     )
+    saved = read_common_state(start)["args"]
     return Namespace(
         load=str(start.parent),
         ckpt_step=None,
@@ -62,6 +74,7 @@ def resumed(start, corpus, folder, monkeypatch) -> Namespace:
         resume_changed=[],
         recipe_record=record_of([str(folder / RECIPE)], ["bf16_blocks=none"]),
         data_record={"elsewhere": dataset_digest(str(corpus / "data"))},
+        **{name: getattr(saved, name) for name in (*SAMPLES, *OF_THE_MODEL)},
     )
 
 
@@ -71,10 +84,11 @@ def test_a_checkpoint_has_the_text_of_its_recipe_and_the_digest_of_its_data(star
     assert recipe_from(args.recipe_record, "the checkpoint") == expected
     prefix = str(corpus / "data")
     assert args.data_record == {prefix: dataset_digest(prefix)}
+    assert args.blend_record == dataset_digest(prefix)[:12]
 
 
 def test_nothing_is_said_without_a_difference(resumed, start, capsys):
-    check_resumed(resumed)
+    check_loaded(resumed)
     assert capsys.readouterr().out == ""
 
 
@@ -93,31 +107,62 @@ def test_a_difference_is_refused_unless_it_is_asked_for(resumed, start, capsys, 
     vars(resumed).update(change)
     message = f"^{start}: saved by a run with {OTHER[kind]}: this one has {text}.*; --resume-"
     with pytest.raises(UserError, match=f"{message}changed {kind} resumes with it$"):
-        check_resumed(resumed)
+        check_loaded(resumed)
     resumed.resume_changed = [kind]
-    check_resumed(resumed)
+    check_loaded(resumed)
     assert capsys.readouterr().out.startswith(f"resumed with {OTHER[kind]}: {text}")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_other_samples_of_the_same_data_are_other_data(resumed, name):
+    refused_but_for("data", resumed, name, *SAMPLES[name])
+
+
+@pytest.mark.parametrize("begins", ["goes on", "finetune", "skip_train"])
+@pytest.mark.parametrize("name", OF_THE_MODEL)
+def test_weights_of_a_model_that_computes_something_else_are_refused(resumed, name, begins):
+    """The shapes of the tensors are the same."""
+    setattr(resumed, begins, True)
+    refused_but_for("model", resumed, name, OF_THE_MODEL[name], "other")
+
+
+def test_errors_name_the_arguments_of_samples_and_models():
+    line = CommandLine(front_parser(), [])
+    flags = {name: flag for name, (flag, _) in SAMPLES.items() if name != "blend_record"}
+    for name, flag in (flags | OF_THE_MODEL).items():
+        assert line.destination(flag) == name
+
+
+def refused_but_for(kind: str, args: Namespace, name: str, flag: str, value: object) -> None:
+    """Check that a run is refused with another argument, except with ``--resume-changed``."""
+    change = re.escape(f"{flag} {value} instead of {getattr(args, name)}")
+    setattr(args, name, value)
+    error = f"{OTHER[kind]}: this one has {change}; --resume-changed {kind} resumes with it$"
+    with pytest.raises(UserError, match=error):
+        check_loaded(args)
+    args.resume_changed = [kind]
+    check_loaded(args)
 
 
 def test_a_phase_begins_with_its_own_data(resumed):
     """The recipe is another matter, and so is any other iteration."""
     resumed.data_record, resumed.phase_transition_iterations = {}, [SAVED, 9]
-    check_resumed(resumed)
+    check_loaded(resumed)
     resumed.phase_transition_iterations = [9]
     with pytest.raises(UserError, match="other data"):
-        check_resumed(resumed)
+        check_loaded(resumed)
 
 
 @pytest.mark.parametrize("name", ["finetune", "skip_train"])
 def test_a_run_that_does_not_resume_training_may_differ(resumed, start, name):
     vars(resumed).update({name: True, "data_record": {}})
-    check_resumed(resumed)
+    check_loaded(resumed)
 
 
 def test_an_older_checkpoint_is_loaded_and_said(resumed, start, capsys, monkeypatch):
     found = "megatron_lowbit.megatron.run.records.read_common_state"
     monkeypatch.setattr(found, lambda path: {"args": Namespace()})
-    check_resumed(resumed)
+    check_loaded(resumed)
     expected = f"{start}: records no recipe and data to compare with this run's\n"
     assert capsys.readouterr().out == expected
 
@@ -137,6 +182,8 @@ def test_edited_data_and_recipes_are_noticed(start, pretrain_here, corpus, folde
     prefix = tmp_path / "data" / "data"
     error = refused(run(*load, *same, "--data-path", prefix))
     assert f"other data: this one has {prefix} (SHA-256 " in error
+    twice = ("--data-path", 0.3, corpus / "data", 0.7, corpus / "data")
+    assert "other data: this one has --data-path 0.3 " in refused(run(*load, *same, *twice))
     save = start_from(start.parent, SAVED, tmp_path / "save")
     changed = ("--data-path", prefix, "--resume-changed", "data")
     done(run("--load", save, "--save", save, *same, *changed))

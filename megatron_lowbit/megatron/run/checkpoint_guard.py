@@ -20,7 +20,7 @@ from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, translate_load_errors
 from megatron_lowbit.megatron.run.load_source import choose_checkpoint
 from megatron_lowbit.megatron.run.metrics import METRICS_FILE, check_metrics
-from megatron_lowbit.megatron.run.records import check_resumed, record_data
+from megatron_lowbit.megatron.run.records import check_loaded, record_data
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.files import load_directory, selected
@@ -62,7 +62,7 @@ class CheckpointGuard:
         training.load_checkpoint = self._load
         choose_checkpoint(self._args)
         if self._args.load is not None:
-            check_resumed(self._args)
+            check_loaded(self._args)
         if self._recorder is not None:
             steps_of(self._args, chunks).listeners.append(self._recorder.begin_step)
         return chunks

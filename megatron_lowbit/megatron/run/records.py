@@ -1,12 +1,12 @@
-"""Records of recipe and data in checkpoints, and their comparison when a run resumes.
+"""Records of recipe and data in checkpoints, and the comparison of a run with what it loads.
 
-They are saved with the run's arguments: ``recipe_record``, the text of the recipe, and
-``data_record``, digests of the data sets by prefix, since a path does not tell that a file has
-changed.
+They are saved with the run's arguments: ``recipe_record``, the text of the recipe; ``data_record``,
+digests of the data sets by prefix, since a path does not tell that a file has changed; and
+``blend_record``, their weights. Arguments that choose the samples count as data.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,39 @@ import torch.distributed as dist
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
-from megatron_lowbit.megatron.datasets import data_prefixes
+from megatron_lowbit.megatron.datasets import data_blends
 from megatron_lowbit.megatron.run.common_state import has_common_state, read_common_state
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.megatron.run.load_source import LoadSource
 from megatron_lowbit.recipes import record as recipe_records
 
-RECIPE, DATA = "recipe_record", "data_record"
+RECIPE, DATA, BLEND = "recipe_record", "data_record", "blend_record"
 """Names of the records among a run's arguments."""
-_OTHER = {"recipe": "another recipe", "data": "other data"}
+_OF_SAMPLES = {
+    BLEND: "--data-path", "seed": "--seed", "split": "--split", "seq_length": "--seq-length",
+    "pad_documents_to_multiple_of": "--pad-documents-to-multiple-of",
+}  # fmt: skip
+"""Arguments that decide which samples of the same data sets come next, by their attributes."""
+OF_THE_MODEL = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        "swiglu", "geglu", "quick_geglu", "squared_relu", "glu_linear_offset",
+        "activation_func_clamp_value", "position_embedding_type", "rotary_base", "rotary_percent",
+        "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor",
+        "rotary_seq_len_interpolation_factor", "window_size", "window_rotary_base",
+        "rope_type", "mscale", "mscale_all_dim", "use_mup", "mup_embedding_mult", "mup_output_mult",
+        "mup_attn_scale_power", "residual_multiplier", "moe_router_topk",
+        "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+    )
+}  # fmt: skip
+"""Arguments that change what a model computes and no shape of a tensor, by their attributes."""
+_OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
 _SHOWN = 12
 """Digits of a digest in messages."""
+Digests = Mapping[str, str]
 
 
 def record_recipe(args: Namespace) -> None:
@@ -44,35 +66,46 @@ def record_recipe(args: Namespace) -> None:
 def record_data(args: Namespace) -> None:
     """Let the checkpoints of a run record its data sets; all ranks together.
 
-    The attribute ``data_record`` has the digest of each data set by its prefix; none for mock data.
-    A run that neither loads nor saves reads nothing.
+    The attribute ``data_record`` has the digest of each data set by its prefix, ``blend_record``
+    their weights by digest; both are empty for mock data. A run that neither loads nor saves reads
+    nothing.
     """
     if args.save is None and args.load is None:
         return
-    record: list[dict[str, str]] = [{}]
+    record: list[Any] = [{}, ""]
     with raise_on_all_ranks("read the data"):
         if dist.get_rank() == 0 and not args.mock_data:
-            digests = {prefix: dataset_digest(prefix) for prefix in data_prefixes(args)}
-            record = [{prefix: sha256 for prefix, sha256 in digests.items() if sha256 is not None}]
+            blends = data_blends(args)
+            digests = {prefix: dataset_digest(prefix) for names, _ in blends for prefix in names}
+            known = {prefix: sha256 for prefix, sha256 in digests.items() if sha256 is not None}
+            record = [known, "; ".join(_text(*blend, known) for blend in blends)]
     dist.broadcast_object_list(record, src=0)
     setattr(args, DATA, record[0])
+    setattr(args, BLEND, record[1])
 
 
-def check_resumed(args: Namespace) -> None:
-    """Compare a run's recipe and data with the checkpoint from which it resumes.
+def _text(prefixes: Sequence[str], weights: Sequence[float] | None, digests: Digests) -> str:
+    shares = [f"{weight:g} " for weight in weights] if weights else [""] * len(prefixes)
+    names = (digests.get(prefix, prefix)[:_SHOWN] for prefix in prefixes)
+    return " ".join(map(str.__add__, shares, names))
+
+
+def check_loaded(args: Namespace) -> None:
+    """Compare a run's model with the checkpoint that it loads, and recipe and data if it resumes.
 
     Differences that ``--resume-changed`` names are printed, and so is other data at a transition of
     ``--phase-transition-iterations``. All ranks together. A run that does not train, or starts from
-    iteration 0, may have any.
+    iteration 0, may have any recipe and data.
 
     Raises:
         UserError: another one differs.
     """
     with raise_on_all_ranks("read the checkpoint in", args.load):
         source = LoadSource.of(args) if dist.get_rank() == 0 else None
-        if source is not None and source.iteration and not args.skip_train:
-            begins_phase = source.iteration in (args.phase_transition_iterations or ())
-            for name, text in _differences(args, source.path):
+        if source is not None:
+            resumes = source.iteration > 0 and not args.skip_train
+            begins_phase = resumes and source.iteration in (args.phase_transition_iterations or ())
+            for name, text in _differences(args, source.path, resumes):
                 if name not in args.resume_changed and not (name == "data" and begins_phase):
                     raise UserError(
                         f"{source.path}: saved by a run with {_OTHER[name]}: this one has {text}; "
@@ -81,9 +114,13 @@ def check_resumed(args: Namespace) -> None:
                 say_on_rank_0(f"resumed with {_OTHER[name]}: {text}")
 
 
-def _differences(args: Namespace, checkpoint: Path) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each record that differs, with the part of a line that says how."""
+def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each difference, with the part of a line that says how."""
     saved = read_common_state(checkpoint).get("args") if has_common_state(checkpoint) else None
+    if changed := changes(args, saved, OF_THE_MODEL):
+        yield "model", changed
+    if not resumes:
+        return
     records = {name: getattr(saved, name, None) for name in (RECIPE, DATA)}
     if missing := [name.partition("_")[0] for name, record in records.items() if record is None]:
         say_on_rank_0(
@@ -99,9 +136,25 @@ def _differences(args: Namespace, checkpoint: Path) -> Iterator[tuple[str, str]]
         now: dict[str, Any] = getattr(args, DATA)
         if set(now.values()) != set(before.values()):
             yield "data", f"{_named(now, before)} instead of {_named(before, now)}"
+        elif changed := changes(args, saved, _OF_SAMPLES):
+            yield "data", changed
 
 
-def _named(these: Mapping[str, str], others: Mapping[str, str]) -> str:
+def changes(args: Namespace, saved: Any, flags: Mapping[str, str]) -> str:
+    """Describe the arguments, flags by attribute, of which a checkpoint has other values.
+
+    None in a converted checkpoint stands for an argument that is not given.
+    """
+    known = {name: flag for name, flag in flags.items() if hasattr(saved, name)}
+    values = [(flag, getattr(args, name), getattr(saved, name)) for name, flag in known.items()]
+    return ", ".join(
+        f"{flag} {mine!s:.60} instead of {its!s:.60}"
+        for flag, mine, its in values
+        if (mine or None) != (its or None)
+    )
+
+
+def _named(these: Digests, others: Digests) -> str:
     """Name the data sets that are not among the others."""
     shown = [
         f"{prefix} (SHA-256 {digest[:_SHOWN]})"
