@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(*next_steps.after_to_gguf(args.output, summary))
         return 0
     require(args.shard_bytes > 0, f"--shard-bytes {args.shard_bytes}: must be positive")
+    require(args.verify or not args.verify_tokens, "--verify-tokens needs --verify")
+    args.verify_tokens = args.verify_tokens or TOKENS
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
     from megatron_lowbit.conversion.quantized import QuantizedAs
     from megatron_lowbit.data.tokenizer import ids_beyond_model
@@ -124,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
             help="compare both sides on the CPU: logits, and the weights that transformers loads",
         )
         command.add_argument(
-            "--verify-tokens", type=int, nargs="+", default=TOKENS, metavar="ID",
+            "--verify-tokens", type=int, nargs="+", metavar="ID",
             help="token ids for --verify (default: 1 to 8)",
         )  # fmt: skip
     there.set_defaults(

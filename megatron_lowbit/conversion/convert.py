@@ -225,12 +225,14 @@ def to_hugging_face(
 
     Raises UserError, and leaves nothing, where the source is of no known family or not complete.
     """
+    if companions is not None:
+        holds_some = companion_files(companions) or (companions / CONFIG).is_file()
+        require(bool(holds_some), f"--carry {companions}: holds neither a tokenizer nor {CONFIG}")
     checkpoint = open_checkpoint(source)
     model = checkpoint.model_arguments(vocab_size)
     if companions is None and (source / COMPANIONS).is_dir():
         companions = source / COMPANIONS
         require(not companions.is_symlink(), f"{companions}: a link is not followed; delete it")
-    if companions is not None:
         companion_files(companions)
     others = _other_entries(companions)
     family = family_of(model, others)

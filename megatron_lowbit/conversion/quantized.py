@@ -174,8 +174,20 @@ def _changed_since(checkpoint: CheckpointReader) -> str | None:
 
 
 def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> LazyTensors:
-    """Return a quantized weight's tensors in a layout, with the bits of the quantized whole."""
+    """Return a quantized weight's tensors in a layout, with the bits of the quantized whole.
+
+    Making them raises UserError for a weight that is not finite.
+    """
     rule = weight.rule
+
+    def read() -> Tensor:
+        content = rule.read(tensors)
+        require(
+            bool(content.isfinite().all()),
+            f"{weight.layer.path}: its weight has infinities or NaN, which would spread over "
+            "quantized blocks; export it without --quantized",
+        )
+        return content
 
     def encode(content: Tensor) -> dict[str, Tensor]:
         quantized = quantize_in_pieces(content, weight)
@@ -199,7 +211,7 @@ def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> 
 
     meta = encode(rule.outline(tensors))
     outline = {name: tensor.to("meta") for name, tensor in meta.items()}
-    return LazyTensors(outline, lambda: encode(rule.read(tensors)))
+    return LazyTensors(outline, lambda: encode(read()))
 
 
 def quantize_in_pieces(content: Tensor, weight: Weight) -> QuantizedTensor:

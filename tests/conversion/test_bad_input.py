@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from small_llama import CONFIG, refused, write_llama
 from training_runs import change_args
 
 from megatron_lowbit.checkpoints.reader import CheckpointReader
+from megatron_lowbit.conversion.command import main
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.errors import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -151,6 +155,31 @@ def test_a_checkpoint_of_another_shape_than_it_says(checkpoint):
 def test_a_model_that_no_family_has(checkpoint, change, named):
     change_args(checkpoint / "iter_0000000", **change)
     refused(checkpoint, named, to_hugging_face)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("layout", "recipe"), [("compressed-tensors", "nvfp4"),
+                                                ("fp8-blocks", "fp8-tile")])  # fmt: skip
+def test_weights_that_are_not_finite_are_not_quantized(source, tmp_path, value, layout, recipe):
+    weight = torch.rand(32, 32)
+    weight[3, 5] = value
+    write_llama(source, **{"model.layers.1.self_attn.o_proj.weight": weight})
+    to_megatron(source, tmp_path / "checkpoint")
+    shutil.rmtree(source)
+    message = r"layers\.1\.self_attention\.linear_proj: its weight has infinities or NaN"
+    quantized = QuantizedAs(layout, [recipe], [], None)
+    export = partial(to_hugging_face, quantized=quantized)
+    refused(tmp_path / "checkpoint", message, export)
+
+
+def test_a_folder_to_carry_that_holds_nothing(checkpoint, tmp_path):
+    carry = partial(to_hugging_face, companions=tmp_path / "checkpoint" / "nothing")
+    refused(checkpoint, "--carry .*nothing: holds neither a tokenizer nor config.json", carry)
+
+
+def test_tokens_to_verify_without_verifying(checkpoint):
+    with pytest.raises(UserError, match="--verify-tokens needs --verify"):
+        main(["to-hugging-face", str(checkpoint), "out", "--verify-tokens", "1"])
 
 
 def test_a_file_that_changed_is_refused(checkpoint):
