@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.json_files import as_object, is_inside, read_object
+from megatron_lowbit.json_files import as_object, is_inside, parse_json, read_object
 from megatron_lowbit.storage.resumable_output import ResumableOutput, in_files
 
 CONFIG = "config.json"
@@ -73,6 +73,9 @@ class Folder:
             raise UserError(f"{path}: holds neither {INDEX} nor {SINGLE}")
         if missing := sorted(f for f in set(self.file_of.values()) if not (path / f).is_file()):
             raise UserError(f"{path / missing[0]} is missing: {INDEX} names it")
+        for file in sorted(set(self.file_of.values())):
+            with self._open(file):  # The length of a valid head is right.
+                _check_keys(path / file)
         self._stored_in = self.file_of
 
     def leave_out(self, starts: tuple[str, ...]) -> int:
@@ -133,6 +136,13 @@ class Folder:
             if "does not contain tensor" in str(error):
                 reason = f"holds no {name}, which {INDEX} says is there"
             raise UserError(f"{self.path / file}: {reason}") from None
+
+
+def _check_keys(file: Path) -> None:
+    """Raise UserError where a file has two tensors of a name: readers differ in which they take."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        parse_json(opened.read(length), str(file))
 
 
 def write_tensors(

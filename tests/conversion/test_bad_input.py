@@ -49,6 +49,18 @@ def test_a_truncated_file(source, length):
     refused(source, r"1\.safetensors: cut short, or not a safetensors file")
 
 
+def test_a_file_with_two_tensors_of_a_name(source):
+    write_llama(source)
+    file = source / "0.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    head, data = file.read_bytes()[8 : 8 + length], file.read_bytes()[8 + length :]
+    head = head.replace(
+        b"{", b'{"%s": {"dtype":"F32","shape":[0],"data_offsets":[0,0]},' % HEAD.encode(), 1
+    )
+    file.write_bytes(len(head).to_bytes(8, "little") + head + data)
+    refused(source, r"0\.safetensors: not valid JSON \(a second key 'lm_head\.weight'\)")
+
+
 def test_a_tensor_that_the_index_has_and_the_file_has_not(source):
     write_llama(source, shard_bytes=20_000)
     index = source / "model.safetensors.index.json"
