@@ -12,6 +12,7 @@ import re
 import stat
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -77,7 +78,8 @@ class Corpus:
     """Text that the arguments of :func:`add_corpus_arguments` choose.
 
     Within folders ``pattern`` filters file names and ``exclude`` drops every path with one of
-    these names as a component. Raises UserError for a missing input, or if nothing is left.
+    these names as a component. Raises UserError for a missing input, a file or a key that is given
+    twice, filters without a folder, or if nothing is left.
 
     Attributes:
         files: the inputs in order: a file as it is, a folder's files sorted.
@@ -98,7 +100,14 @@ class Corpus:
         ]
         names = ", ".join(map(str, inputs))
         filters = f"--pattern {pattern!r} and --exclude"
+        is_filtered = pattern != "*" or bool(exclude)
+        has_folder = any(map(Path.is_dir, self._inputs))
+        require(has_folder or not is_filtered, f"{filters} need a folder as --input, not {names}")
         require(bool(self.files), f"--input {names}: no file matches {filters}")
+        path, count = Counter(map(os.path.abspath, self.files)).most_common(1)[0]
+        require(count == 1, f"--input {names}: {path} is among them {count} times; give it once")
+        keys = json_keys or ()
+        require(len(set(keys)) == len(keys), f"--json-keys {' '.join(keys)}: each key once")
         self.skipped: list[Path] = []
         self.split: list[Path] = []
 

@@ -113,7 +113,6 @@ def preprocess(
     limit = 8 * (os.cpu_count() or 1)
     is_possible = 1 <= workers <= limit
     require(is_possible, f"--workers {workers}: at least 1 and at most {limit} on this machine")
-    require(len(set(keys)) == len(keys), f"--json-keys {' '.join(keys)}: each key once")
     tokenizer = load_tokenizer(TOKENIZER_TYPE, tokenizer_model)
     corpus = Corpus(inputs, json_keys, pattern, exclude)
     prefixes = [output_prefix] if len(keys) == 1 else [f"{output_prefix}_{k}" for k in keys]

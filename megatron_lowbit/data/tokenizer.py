@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import tokenizers
@@ -31,6 +32,8 @@ _CONFIG = json.dumps({
     "clean_up_tokenization_spaces": False,
 }, indent=2) + "\n"  # fmt: skip
 TOKENIZER_TYPE = "HuggingFaceTokenizer"
+_MOST_TOKENS = 1 << 22
+"""Far more than published tokenizers have; tokenizers reserves memory for all, or aborts."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,9 +54,11 @@ def main(argv: list[str] | None = None) -> None:
         check_file("--output", args.output / name)
     check_output(args.output)
     corpus = Corpus(args.input, args.json_keys, args.pattern, args.exclude)
-    texts = (text for document in corpus.documents() for text in document.texts)
+    texts = (text for document in corpus.documents() for text in document.texts if text)
+    first = next(texts, "")
+    require(bool(first), f"--input {', '.join(args.input)}: holds no text")
     with writing("--output", args.output):
-        size = train_tokenizer(texts, args.vocab_size, args.output)
+        size = train_tokenizer(chain([first], texts), args.vocab_size, args.output)
     count = len(corpus.files) - len(corpus.skipped)
     say(f"{args.output}: {size:,} tokens from {count:,} files")
     if size < args.vocab_size:
@@ -180,12 +185,15 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> 
 
     The alphabet is all 256 bytes, so every text can be encoded; the same documents in the same
     order give the same tokenizer. Returns the size reached, which is below ``vocab_size`` where
-    the documents hold too few different pairs. Raises UserError for a size below 257.
+    the documents hold too few different pairs. Raises UserError for a size out of 257 to 2**22.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(alphabet) + 1
-    is_enough = vocab_size >= smallest
-    require(is_enough, f"--vocab-size {vocab_size}: at least {smallest} (256 bytes, 1 special)")
+    require(
+        smallest <= vocab_size <= _MOST_TOKENS,
+        f"--vocab-size {vocab_size}: at least {smallest} (256 bytes, 1 special), at most "
+        f"{_MOST_TOKENS}",
+    )
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()

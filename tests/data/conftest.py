@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron.core
+
 
 @pytest.fixture
 def prefix(write_dataset, tmp_path) -> str:

@@ -63,7 +63,9 @@ def test_json_lines_of_any_name(written, name, content):
 def test_arrays_and_single_objects(written, name, layout):
     path = written(name, json.dumps(RECORDS, **layout))
     assert read(path) == read(path.parent) == [[text] for text in TEXTS]
-    assert read(path, keys=["text", "text"]) == [[text] * 2 for text in TEXTS]
+    more = [record | {"title": str(number)} for number, record in enumerate(RECORDS)]
+    path.write_text(json.dumps(more, **layout))
+    assert read(path, keys=["title", "text"]) == [["0", TEXTS[0]], ["1", TEXTS[1]]]
     path.write_text(json.dumps(RECORDS[0], **layout))
     assert read(path) == read(path.parent) == [TEXTS[:1]]
 

@@ -235,6 +235,12 @@ def test_bad_arguments(preprocess, tmp_path, json_lines):
         preprocess(tmp_path / "missing")
     with pytest.raises(UserError, match=r"no file matches --pattern '\*.rs'"):
         preprocess(tmp_path, options=["--pattern", "*.rs"])
+    for options in (["--pattern", "*.rs"], ["--exclude", "x"]):
+        with pytest.raises(UserError, match=r"--pattern .* and --exclude need a folder as --input"):
+            preprocess(json_lines, options=options)
+    for again in (json_lines, json_lines.parent, json_lines.parent / "." / json_lines.name):
+        with pytest.raises(UserError, match=rf"{json_lines} is among them 2 times; give it once"):
+            preprocess(json_lines, options=["--input", str(json_lines), str(again)])
     binary = tmp_path / "b.txt"
     binary.write_bytes(b"\xff\xff")
     with pytest.raises(UserError, match=r"--input .*b.txt: not UTF-8 text"):

@@ -199,8 +199,14 @@ def test_bad_input_is_refused_and_leaves_nothing(corpus, tmp_path):
     broken.write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(UserError, match=r"broken.jsonl:2: not valid JSON"):
         train(broken, tmp_path / "tok")
-    with pytest.raises(UserError, match="--vocab-size 256: at least 257"):
-        main(["--input", str(corpus), "--vocab-size", "256", "--output", str(tmp_path / "tok")])
+    for size in (256, 10**12):
+        with pytest.raises(
+            UserError, match=f"--vocab-size {size}: at least 257 .*, at most 4194304"
+        ):
+            train(corpus, tmp_path / "tok", "--vocab-size", str(size))
+    broken.write_text('{"text": ""}\n\n')
+    with pytest.raises(UserError, match=r"--input .*broken.jsonl: holds no text"):
+        train(broken, tmp_path / "tok")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "corpus"]
 
 
