@@ -133,6 +133,9 @@ COMMON_STATES: dict[str, Callable[[dict], Any]] = {
     "names": lambda common: vars(common["args"]).update({1: 2}),
     "averaged 5": _set("averaged", 5),
     "long integer": _set_arg("num_layers", 10**5000),
+    "long base": _set_arg("rotary_base", 10**5000),
+    "factor nan": _set_arg("rope_scaling_factor", float("nan")),
+    "long activation": _set_arg("swiglu", "\x1b[31m" * 10**6),
     "a cycle": lambda common: common["args"].__setattr__("again", common),
 }  # fmt: skip
 WHOLE_STATES: dict[str, Any] = {

@@ -233,4 +233,4 @@ def check_arguments(model: Model, family: str, wanted: Mapping[str, Any]) -> Non
     for name, value in wanted.items():
         actual = model.get(name, FEATURES.get(name))
         if actual != value:
-            raise UserError(f"the model has {name} {actual!r}; a {family} has {value!r}")
+            raise UserError(f"the model has {name} {actual!r:.200}; a {family} has {value!r}")

@@ -68,6 +68,7 @@ UNUSED = {
         "args Namespace()", "scheduler {}", "optimizer {}", "optimizer []", "groups []",
         "groups [{}]", "group max_lr None", "no iteration", "no scheduler", "no optimizer",
         "rng_state 'x'", "position []", "recipe 5", "layers 'x'", "averaged 5",
+        "factor nan", "long activation",
     )),
     *(f"metadata: {name}" for name in (
         "transforms", "planner_data 'x'", "chunks twice", "dtype torch.bits8",
@@ -112,7 +113,7 @@ def goes_on(folder: Path) -> None:
 PASSES = {
     f"{document}: {name}"
     for document, names in {
-        "common": ("position []", "recipe 5", "averaged 5", "group max_lr None"),
+        "common": ("recipe 5", "averaged 5", "group max_lr None"),
         "metadata": ("planner_data 'x'", "chunks twice", "dtype torch.bits8"),
     }.items()
     for name in names

@@ -146,7 +146,8 @@ def _expansion(model: Model) -> int:
 
 def _mamba_layers(pattern: str) -> int:
     require(
-        {*pattern} == {"M"}, f"the model has hybrid_layer_pattern {pattern}; a Mamba-2 has only M"
+        {*pattern} == {"M"},
+        f"the model has hybrid_layer_pattern {pattern:.200}; a Mamba-2 has only M",
     )
     return len(pattern)
 
@@ -203,7 +204,7 @@ def _attention_layers(pattern: str) -> list[int]:
     mixers = pattern[::2]
     require(
         pattern[1::2] == "-" * len(mixers) and {*mixers} <= {*"M*"},
-        f"the model has hybrid_layer_pattern {pattern}; a Bamba has pairs of M or * and -",
+        f"the model has hybrid_layer_pattern {pattern:.200}; a Bamba has pairs of M or * and -",
     )
     return [layer for layer, symbol in enumerate(mixers) if symbol == "*"]
 
