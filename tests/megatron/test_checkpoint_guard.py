@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 from argparse import Namespace
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -533,9 +534,10 @@ def test_checkpoints_that_do_not_stay_are_replaced_alike(
         guard.close()
         assert hidden(folder) == ([] if finished else [".iter_0000003.replaced"])
     assert is_recorded(saved / "iter_0000003")
-    CheckpointGuard(args)([chunk_with_steps()])
-    args.non_persistent_ckpt_type = "local"
-    training.save_checkpoint(3, non_persistent_ckpt=True)
+    with closing(CheckpointGuard(args)) as guard:
+        guard([chunk_with_steps()])
+        args.non_persistent_ckpt_type = "local"
+        training.save_checkpoint(3, non_persistent_ckpt=True)
     assert path.exists()
 
 
