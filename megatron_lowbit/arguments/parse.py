@@ -42,8 +42,7 @@ _NEEDED = {
     "--world-size": "--dry-run", "--gpu": "--dry-run",
     "--full-validation": "--multiple-validation-sets",
     "--multiple-validation-sets": "--full-validation",
-    "--load-latest-valid": "--load", "--resume-changed": "--load", "--save-keep-last": "--save",
-    "--short-log": "--save",
+    "--load-latest-valid": "--load", "--save-keep-last": "--save", "--short-log": "--save",
     "--num-layers-at-start-in-bf16": "--first-last-layers-bf16",
     "--num-layers-at-end-in-bf16": "--first-last-layers-bf16",
 }  # fmt: skip
@@ -156,7 +155,10 @@ def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> Non
     require(not multimodal, f"--tokenizer-type {args.tokenizer_type}: the models are of text")
     require(args.pad_vocab_size or args.padded_vocab_size is not None, "--no-pad-vocab-size: "
             "Megatron-LM trains without a size; give --make-vocab-size-divisible-by 1")  # fmt: skip
-    require(args.perform_initialization or args.load or args.pretrained_checkpoint,
+    loads = args.load or args.pretrained_checkpoint
+    require(loads or not args.resume_changed, "--resume-changed needs --load or "
+            "--pretrained-checkpoint")  # fmt: skip
+    require(args.perform_initialization or loads,
             "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
             "values that memory happens to hold")  # fmt: skip
 

@@ -118,11 +118,13 @@ def test_other_samples_of_the_same_data_are_other_data(resumed, name):
     refused_but_for("data", resumed, name, *SAMPLES[name])
 
 
-@pytest.mark.parametrize("begins", ["goes on", "finetune", "skip_train"])
+@pytest.mark.parametrize("begins", ["goes on", "finetune", "skip_train", "pretrained"])
 @pytest.mark.parametrize("name", OF_THE_MODEL)
 def test_weights_of_a_model_that_computes_something_else_are_refused(resumed, name, begins):
     """The shapes of the tensors are the same."""
     setattr(resumed, begins, True)
+    if begins == "pretrained":
+        resumed.load, resumed.pretrained_checkpoint = None, resumed.load
     refused_but_for("model", resumed, name, OF_THE_MODEL[name], "other")
 
 

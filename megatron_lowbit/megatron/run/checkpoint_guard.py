@@ -61,8 +61,7 @@ class CheckpointGuard:
         record_data(self._args)
         training.load_checkpoint = self._load
         choose_checkpoint(self._args)
-        if self._args.load is not None:
-            check_loaded(self._args)
+        check_loaded(self._args)
         if self._recorder is not None:
             steps_of(self._args, chunks).listeners.append(self._recorder.begin_step)
         return chunks

@@ -20,6 +20,7 @@ from megatron_lowbit.megatron.run.common_state import has_common_state, read_com
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.megatron.run.load_source import LoadSource
 from megatron_lowbit.recipes import record as recipe_records
+from megatron_lowbit.storage.files import load_directory
 
 RECIPE, DATA, BLEND = "recipe_record", "data_record", "blend_record"
 """Names of the records among a run's arguments."""
@@ -100,7 +101,10 @@ def check_loaded(args: Namespace) -> None:
     Raises:
         UserError: another one differs.
     """
-    with raise_on_all_ranks("read the checkpoint in", args.load):
+    directory = load_directory(args)
+    if directory is None:
+        return
+    with raise_on_all_ranks("read the checkpoint in", directory):
         source = LoadSource.of(args) if dist.get_rank() == 0 else None
         if source is not None:
             resumes = source.iteration > 0 and not args.skip_train
