@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data import dataset
 from megatron_lowbit.data.dataset import check_dataset, check_part, data_digest, read_index
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError
-
-# isort: split
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 VOCABULARY = 1000
 

@@ -10,15 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-from megatron_lowbit.data.index_cache import building, cache_folder, is_blend_index
-from megatron_lowbit.errors import UserError
-
-# isort: split
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
+
+from megatron_lowbit.data.index_cache import building, cache_folder, is_blend_index
+from megatron_lowbit.errors import UserError
 
 
 def test_the_cache_is_in_the_folder_of_the_first_dataset(prefix, write_dataset, tmp_path):

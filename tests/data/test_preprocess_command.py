@@ -15,10 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-
-import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
-
-# isort: split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data import corpus as corpus_module

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-
-import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
-
-# isort: split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data.tokenizer import train_tokenizer
