@@ -70,6 +70,30 @@ def test_the_newest_is_chosen(saved, capsys):
     assert capsys.readouterr().out == ""
 
 
+NOTHING = {
+    "--load": {"load": "empty"},
+    "--load, another --save": {"load": "empty", "save": "other"},
+    "--load, --finetune": {"load": "empty", "save": "empty", "finetune": True},
+    "--load, --skip-train": {"load": "empty", "save": "empty", "skip_train": True},
+    "--pretrained-checkpoint": {"pretrained_checkpoint": "empty"},
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_random_weights_do_not_take_the_place_of_a_missing_checkpoint(
+    case, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    given = {"finetune": False, "skip_train": False, "load": None, **NOTHING[case]}
+    flag = case.partition(",")[0]
+    guard = CheckpointGuard(arguments(**given))
+    with closing(guard), pytest.raises(UserError, match=f"^{flag} empty: holds no checkpoint; "):
+        guard([chunk_with_steps()])
+    started = CheckpointGuard(arguments("empty", save="empty", finetune=False, skip_train=False))
+    with closing(started):
+        started([chunk_with_steps()])
+
+
 def test_nothing_to_load(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         for latest_valid in (False, True):

@@ -171,6 +171,12 @@ def test_layers_and_products_are_those_of_the_gpus_that_are_described(capsys):
     assert "quantization engine: reference (requested)" in shown
 
 
+def test_a_missing_checkpoint_is_refused(tmp_path, capsys):
+    with pytest.raises(UserError, match="holds no checkpoint; omit it"):
+        run(f"{LAYERS} --load {tmp_path}", capsys)
+    run(f"{LAYERS} --load {tmp_path} --save {tmp_path} --save-interval 1", capsys)
+
+
 def test_what_gpus_refuse_is_refused(capsys):
     with pytest.raises(UserError, match="its causal layers make their own mask"):
         run(f"{LAYERS} --reset-attention-mask", capsys)

@@ -25,7 +25,7 @@ from megatron_lowbit.kernels.routes import Format, route
 from megatron_lowbit.megatron.layers.state import layer_states
 from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order, model_config_of
 from megatron_lowbit.megatron.run.errors import translate_model_errors
-from megatron_lowbit.megatron.run.load_source import LoadSource
+from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_anew
 from megatron_lowbit.recipes import Layer
 
 
@@ -62,6 +62,7 @@ def dry_run(args: Namespace) -> None:
     from megatron_lowbit.planning.hardware import gpu
     from megatron_lowbit.planning.report import describe_plan, planned_gpu
 
+    check_starts_anew(args)
     console = plain_console(130)
     gpu_name, reason = planned_gpu(args.dry_run_gpu)
     with translate_model_errors():

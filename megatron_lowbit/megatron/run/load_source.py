@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.safe_globals import SafeUnpickler
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.recipes.te_config import FACTORIES
 from megatron_lowbit.storage import files
@@ -64,6 +64,23 @@ class LoadSource:
         resumed = not args.finetune and args.load is not None and directory == Path(args.load)
         iteration = (source.iteration or 0) if resumed else 0
         return cls(source.path, iteration, saved_tensors(source.path))
+
+
+def check_starts_anew(args: Namespace) -> None:
+    """Raise UserError where no checkpoint is in the folder to load, unless a restart will find one.
+
+    Megatron-LM would train, or evaluate, random weights.
+    """
+    directory = load_directory(args)
+    if directory is None or selected(args, directory) is not None:
+        return
+    restarts = args.save is not None and directory.resolve() == Path(args.save).resolve()
+    flag = "--load" if args.pretrained_checkpoint is None else "--pretrained-checkpoint"
+    require(
+        restarts and not (args.finetune or args.skip_train),
+        f"{flag} {directory}: holds no checkpoint; omit it to train new weights. Only a folder "
+        "that is --save, too, may be empty, without --finetune and --skip-train",
+    )
 
 
 def choose_checkpoint(args: Namespace) -> int | None:

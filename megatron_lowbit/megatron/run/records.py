@@ -18,7 +18,7 @@ from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.datasets import data_blends
 from megatron_lowbit.megatron.run.common_state import has_common_state, read_common_state
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
-from megatron_lowbit.megatron.run.load_source import LoadSource
+from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_anew
 from megatron_lowbit.recipes import record as recipe_records
 from megatron_lowbit.storage.files import load_directory
 
@@ -99,13 +99,16 @@ def check_loaded(args: Namespace) -> None:
     iteration 0, may have any recipe and data.
 
     Raises:
-        UserError: another one differs.
+        UserError: another one differs, or :func:`check_starts_anew` finds no checkpoint.
     """
     directory = load_directory(args)
     if directory is None:
         return
     with raise_on_all_ranks("read the checkpoint in", directory):
-        source = LoadSource.of(args) if dist.get_rank() == 0 else None
+        source = None
+        if dist.get_rank() == 0:
+            check_starts_anew(args)
+            source = LoadSource.of(args)
         if source is not None:
             resumes = source.iteration > 0 and not args.skip_train
             begins_phase = resumes and source.iteration in (args.phase_transition_iterations or ())
