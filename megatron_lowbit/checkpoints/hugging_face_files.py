@@ -70,7 +70,8 @@ class Folder:
             with self._open(SINGLE) as opened:
                 self.file_of = dict.fromkeys(opened.keys(), SINGLE)
         else:
-            raise UserError(f"{path}: holds neither {INDEX} nor {SINGLE}")
+            advice = "; save its pickled weights as safetensors" if any(path.glob("*.bin")) else ""
+            raise UserError(f"{path}: holds neither {INDEX} nor {SINGLE}{advice}")
         if missing := sorted(f for f in set(self.file_of.values()) if not (path / f).is_file()):
             raise UserError(f"{path / missing[0]} is missing: {INDEX} names it")
         for file in sorted(set(self.file_of.values())):

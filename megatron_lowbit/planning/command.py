@@ -42,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices = [["--precision-recipe", name] for name in args.recipes.split(",")]
     runs = [
         plan_run([*training, *choice], args.gpu, args.gpus, args.gpus_per_node, args.as_given,
-                 args.scan, args.tokens)
+                 args.scan or SCANS[0], args.tokens)
         for choice in choices
     ]  # fmt: skip
+    has_scan = runs[0].args.hybrid_layer_pattern is not None
+    require(has_scan or args.scan is None, f"--scan {args.scan}: only hybrids have a scan; omit it")
     console = plain_console(130)
     for part in report(runs, args.top, args.figures):
         console.print(part, highlight=False)
@@ -64,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=float, help="tokens of the run, for its days (default: of training)"
     )
-    parser.add_argument("--scan", choices=SCANS, default=SCANS[0], help="scan of hybrids")
+    parser.add_argument("--scan", choices=SCANS, help=f"scan of hybrids (default: {SCANS[0]})")
     parser.add_argument(
         "--as-given", action="store_true", help="only the layout of the training arguments"
     )

@@ -40,6 +40,15 @@ def test_a_missing_file(source):
     refused(source, r"1\.safetensors is missing: model\.safetensors\.index\.json names it")
 
 
+def test_pickled_weights_are_not_read(source):
+    write_llama(source)
+    for file in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
+        file.unlink()
+    refused(source, r"holds neither .* nor model\.safetensors$")
+    (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    refused(source, "nor model.safetensors; save its pickled weights as safetensors$")
+
+
 @pytest.mark.parametrize("length", [-1, 1000, 4, 0])
 def test_a_truncated_file(source, length):
     """By one byte, in the data, in the head, empty."""

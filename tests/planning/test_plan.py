@@ -58,6 +58,7 @@ MOVED = 1 / H200.moved(1.0)
         f"--gpus 2 @{EXAMPLES}/hybrid-tiny.args --vocab-size 100 --hybrid-layer-pattern M*-E": (
             "E needs --num-experts"
         ),
+        f"--gpus 8 {LLAMA_8B} --as-given --scan torch": "--scan torch: only hybrids have a scan",
         f"--gpus 8 {LLAMA_8B} --tokens -3": "--tokens -3.0: must be positive",
         f"--gpus 8 {LLAMA_8B} --recipes bf16,nvfp5": "nvfp5",
         f"--gpus 8 {LLAMA_8B} --recipes bf16 --precision-recipe nvfp4": (
