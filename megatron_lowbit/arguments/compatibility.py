@@ -91,12 +91,9 @@ def local_layers(args: Namespace) -> Rows:
 
 def fused_loss(args: Namespace) -> Rows:
     """Return an implementation of the fused loss without the argument that fuses it."""
-    name = args.cross_entropy_fusion_impl
-    return {
-        f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion": (
-            name in LOSSES and not args.cross_entropy_loss_fusion
-        )
-    }
+    name, fuses = args.cross_entropy_fusion_impl, args.cross_entropy_loss_fusion
+    error = f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion"
+    return {error: name in LOSSES and not fuses}
 
 
 def document_masks(args: Namespace) -> Rows:
@@ -376,12 +373,11 @@ def quantization_log(args: Namespace) -> Rows:
     """Return runs whose quantization errors cannot be logged."""
     name, interval = "--log-quantization-error-interval", args.log_quantization_error_interval
     written = args.save or args.tensorboard_dir or args.wandb_project
-    graphs = args.cuda_graph_impl != "none"
     return {
         f"{name} {interval}: must not be negative": interval < 0,
         f"{name} needs --save, --tensorboard-dir or --wandb-project": interval and not written,
         f"{name} needs --cuda-graph-impl none: nothing is measured inside a CUDA graph": (
-            interval and graphs
+            interval and args.cuda_graph_impl != "none"
         ),
     }
 
