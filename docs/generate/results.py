@@ -55,7 +55,7 @@ RECOMMENDED = {
     "mxfp8": "pretraining on H100 and H200",
     "mxfp8 with its output layer": "faster, with a larger loss gap",
     "fp8-tile": "pretraining with the blocks of DeepSeek-V3, which servers load directly",
-    "torchao-v2-late-bf16": "the FP4 recipe with the smallest loss gap",
+    "torchao-v2-late-bf16": "NVFP4 in all GEMMs with the smallest loss gap",
     "nvfp4": "NVIDIA's NVFP4 pretraining",
 }
 """Recipes of README's table, and their use."""
