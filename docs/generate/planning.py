@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 from render import RESULTS, ROOT, parser, render, replace_sections, table
-from steps import KINDS, read_steps
+from steps import KINDS, SEVERAL, card_of, read_steps
 
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.planning.device import Device
@@ -140,8 +140,8 @@ def long_steps(results: Path) -> str:
     FP8, which plans treat as this project's tiles.
     """
     lines = []
-    for card in KINDS:
-        if (steps := read_steps(results, card)) is None:
+    for kind in (*KINDS, *SEVERAL):
+        if (steps := read_steps(results, kind)) is None:
             continue
         for case in flagship.cases():
             row = steps.rows.get((case.model, case.precision, case.graphs), {"error": ""})
@@ -151,10 +151,12 @@ def long_steps(results: Path) -> str:
                 continue
             words = expand_files(from_root(flagship.words_of(case, 1)))
             vocabulary = int(words[words.index("--vocab-size") + 1])
-            estimate = planned(words, 1, vocabulary, card, "mamba-ssm")
-            cells = _beside(estimate, 2**30, row["peak_gib"], row["tokens_per_s"])
+            estimate = planned(words, case.gpus, vocabulary, card_of(kind), "mamba-ssm")
+            speed = case.gpus * row["tokens_per_s"]
+            cells = _beside(estimate, 2**30, row["peak_gib"], speed)
             memory = [""] * 3 if graphs else cells[:3]
-            lines.append([card.upper(), case.name, *cells[3:], *memory])
+            gpus = kind.upper().replace("X", " x ")
+            lines.append([gpus, case.name, *cells[3:], *memory])
     return table(("GPU", "case", *HEADINGS[3:], *HEADINGS[:3]), lines)
 
 

@@ -160,6 +160,11 @@ class Steps(NamedTuple):
         return [row for row in self.times["rows"] if "error" not in row] if self.times else []
 
 
+def card_of(kind: str) -> str:
+    """Return the kind of GPU of one of KINDS and SEVERAL."""
+    return kind.rpartition("x")[2]
+
+
 def read_steps(results: Path, kind: str) -> Steps | None:
     """Read the files of a kind of GPU; None where there are none.
 
@@ -172,7 +177,7 @@ def read_steps(results: Path, kind: str) -> Steps | None:
     rows: dict[tuple[str, str, bool], dict] = {}
     for file in files:
         data = json.loads(file.read_text())
-        if kind[kind.rindex("h") :].upper() not in data["machine"]["gpu"]:
+        if card_of(kind).upper() not in data["machine"]["gpu"]:
             raise SystemExit(f"error: {file}: measured on {data['machine']['gpu']}")
         for row in data["rows"]:
             key = row["model"], row["precision"], row["graphs"]
