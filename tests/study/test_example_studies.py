@@ -56,14 +56,15 @@ def test_methods_of_the_leaderboard_quantize_every_layer():
     study, more = (read_study(folder / f"{n}.yaml") for n in ("leaderboard", "leaderboard-more"))
     assert (study.arguments, study.seeds) == (more.arguments, more.seeds)
     layers, quantized = model_layers(None, 10), {}
-    parts = study.runs, more.runs, *(branch.runs for branch in study.branches.values())
+    branches = [*study.branches.values(), *more.branches.values()]
+    parts = study.runs, more.runs, *(branch.runs for branch in branches)
     for name, arguments in (pair for part in parts for pair in part.items()):
         words = shlex.split(arguments)
         assert words[0] == "--precision-recipe" and set(words[2::2]) <= {"--recipe-set"}
         recipe = load_recipes(words[1:2], words[3::2])
         quantized[name] = sum(recipe.precision_for(layer).quantized for layer in layers)
     assert quantized.pop("bf16") == 0
-    assert len(quantized) == 26 and set(quantized.values()) == {len(layers)}
+    assert len(quantized) == 29 and set(quantized.values()) == {len(layers)}
     words = shlex.split((ROOT / "examples" / "gpt-60m.args").read_text(), comments=True)
     width, inner, depth, length, batch, steps = (
         int(words[words.index(flag) + 1])

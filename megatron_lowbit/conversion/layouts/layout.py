@@ -117,7 +117,7 @@ def decode_blocks(
     """Decode codes, 4-bit (R, K/2) or 8-bit (R, K), with a scale per block and row, to FP32."""
     known = FORMATS[format]
     columns = codes.shape[1] * (2 if known.element.bits == 4 else 1)
-    scale = tensor_scale.float().view(())
+    scale = tensor_scale.float().view(()).to(codes.device)
     values = torch.empty(len(codes), columns, device=codes.device)
     rows = len(codes) if codes.is_meta else rows_of_piece(columns)
     pieces = zip(codes.split(rows), scales.split(rows), values.split(rows), strict=True)
