@@ -152,7 +152,7 @@ def _study_of(args: argparse.Namespace) -> "Study":
 
 
 def _run(args: argparse.Namespace, training: list[str]) -> None:
-    from torch.cuda import is_available
+    from torch.cuda import device_count
 
     from megatron_lowbit.analysis.comparison import compare, far_behind, read_contenders
     from megatron_lowbit.analysis.comparison_page import gaps_text
@@ -176,8 +176,10 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
         return gaps_text(rows), behind
 
     jobs = jobs_of(study, args.output, training)
-    has_gpus = args.gpus is None or is_available()
-    require(has_gpus, "--gpus: this machine has none; omit it to train on the CPU")
+    count = device_count()
+    absent = [n for n in args.gpus or () if not count or (n.isdigit() and int(n) >= count)]
+    advice = "omit it to train on the CPU" if not count else f"the last is {count - 1}"
+    require(not absent, f"--gpus {' '.join(absent)}: this machine has {count} GPUs; {advice}")
     gpus = (args.gpus or [None]) * args.at_once
     check_folder("--output", args.output)
     args.output.mkdir(parents=True, exist_ok=True)

@@ -190,10 +190,20 @@ def test_a_comparison_takes_no_arguments_of_training(tmp_path):
         main(["compare", str(tmp_path), "--", "--lr", "1"])
 
 
-def test_runs_on_gpus_do_not_fall_back_to_the_cpu(study, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match="--gpus: this machine has none; omit it"):
-        main(["run", str(study(base="--scale 2")), "--output", str(tmp_path), "--gpus", "0"])
+@pytest.mark.parametrize(
+    ("count", "gpus", "message"),
+    [
+        (0, "0", "--gpus 0: this machine has 0 GPUs; omit it to train on the CPU"),
+        (2, "1 2 7", "--gpus 2 7: this machine has 2 GPUs; the last is 1"),
+    ],
+)
+def test_runs_on_gpus_do_not_fall_back_to_the_cpu(
+    study, tmp_path, monkeypatch, count, gpus, message
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    given = [str(study(base="--scale 2")), "--output", str(tmp_path), "--gpus", *gpus.split()]
+    with pytest.raises(UserError, match=message):
+        main(["run", *given])
 
 
 NUMBERS = {
