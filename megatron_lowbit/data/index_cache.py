@@ -40,16 +40,14 @@ def cache_folder(
     """Return the folder for the indices of samples; make it.
 
     Its name is a digest of the datasets' content: Megatron-LM names a cached index by the dataset's
-    path, so that other data under the same path would be read through the old index.
+    path, so that other data under the same path would be read through the old index. Raises
+    UserError for a folder that cannot be written to, or is a link.
 
     Args:
         prefixes: the datasets.
         root: value of ``--data-cache-path``; None selects ``cache`` next to the first dataset.
         content: function from a dataset to the bytes on which its indices depend; by default the
             lengths of its documents.
-
-    Raises:
-        UserError: the folder cannot be written to, or is a link.
     """
     digest = hashlib.sha256()
     for prefix in prefixes:
@@ -160,10 +158,10 @@ def _is_sample_index(
     part: range,
     sequence_length: int,
 ) -> bool:
-    """Return True if samples of a part's documents follow one another, and each is read once.
+    """Return True if samples are what Megatron-LM makes of documents, and each is read once.
 
     Args:
-        documents: document index (D,), of integers: the documents of all epochs.
+        documents: document index (D,), int32: the part's documents of all epochs.
         samples: sample index (N+1, 2), of integers: entry of ``documents`` and offset in tokens
             at which a sample begins; the last row is the end of the last sample.
         order: shuffle index (N,), of integers: the sample of each step.
@@ -171,27 +169,32 @@ def _is_sample_index(
         part: the documents for training, validation or test.
         sequence_length: tokens of a sample.
     """
-    are_integers = all(array.dtype.kind in "iu" for array in (documents, samples, order))
-    if not are_integers or documents.ndim != 1 or samples.ndim != 2 or samples.shape[1] != 2:
+    from megatron.core.datasets.helpers import build_sample_idx
+
+    count = len(samples) - 1
+    are_integers = samples.dtype.kind == "i" and order.dtype.kind in "iu"
+    if not are_integers or documents.dtype != np.int32 or documents.ndim != 1:
         return False
-    if order.shape != (len(samples) - 1,) or not _is_within(order, len(order)):
+    if order.shape != (count,) or not _is_within(order, count):
         return False
-    is_there = np.zeros(len(order), bool)
+    is_there = np.zeros(count, bool)
     is_there[order] = True
-    return (
-        bool(is_there.all())
-        and _has_whole_epochs(documents, part)
-        and _follow_one_another(documents, samples, lengths, sequence_length)
-    )
+    if not is_there.all() or not _has_whole_epochs(documents, part):
+        return False
+    epochs = len(documents) // len(part)
+    tokens = int(lengths[part.start : part.stop].sum(dtype=np.int64))
+    # The last token may be a label only. Known before what Megatron-LM allocates for the samples.
+    if count != (epochs * tokens - 1) // sequence_length:
+        return False
+    expected = build_sample_idx(lengths, documents, sequence_length, epochs, tokens)
+    return np.array_equal(samples, expected)
 
 
 def is_blend_index(datasets: np.ndarray, samples: np.ndarray, count: int) -> bool:
     """Return True if a blend reads the samples of each of its datasets in order.
 
-    Args:
-        datasets: dataset of each step (N,), of integers.
-        samples: sample of that dataset (N,), of integers.
-        count: number of datasets.
+    ``datasets`` and ``samples`` (N,), of integers, are the dataset of each step, one of ``count``,
+    and its sample of that.
     """
     if not (datasets.dtype.kind == samples.dtype.kind == "i" and datasets.ndim == 1):
         return False
@@ -214,28 +217,3 @@ def _has_whole_epochs(documents: np.ndarray, part: range) -> bool:
         numbers = documents[first : first + _CHUNK] - part.start
         times += np.bincount(numbers, minlength=len(part))
     return bool((times == times[0]).all())
-
-
-def _follow_one_another(
-    documents: np.ndarray, samples: np.ndarray, lengths: np.ndarray, sequence_length: int
-) -> bool:
-    """Return True if all samples have their length, but for one that ends with the documents."""
-    entries, offsets = np.ascontiguousarray(samples[:, 0]), samples[:, 1]
-    if len(entries) < 2 or not _is_within(entries, len(documents)):
-        return False
-    if (entries[1:] < entries[:-1]).any():
-        return False
-    begins, end = np.empty(len(entries), np.int64), 0
-    for first in range(0, len(documents), _CHUNK):
-        sizes = lengths[documents[first : first + _CHUNK]].astype(np.int64)
-        ends = end + np.cumsum(sizes)
-        low, high = np.searchsorted(entries, (first, first + len(sizes)))
-        within, offset = entries[low:high] - first, offsets[low:high]
-        if (offset < 0).any() or (offset > sizes[within]).any():
-            return False
-        begins[low:high] = (ends - sizes)[within] + offset
-        end = int(ends[-1])
-    expected = sequence_length * np.arange(len(begins))
-    # The last token may be a label only.
-    is_end = begins[-1] in (end, end - 1) and begins[-2] < begins[-1] < expected[-1]
-    return np.array_equal(begins[:-1], expected[:-1]) and bool(is_end or begins[-1] == expected[-1])
