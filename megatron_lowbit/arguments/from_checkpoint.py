@@ -17,7 +17,7 @@ from typing import Any
 from megatron_lowbit.arguments.values import range_of
 from megatron_lowbit.errors import UserError, printable, require
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.pickles import COMMON, check_lengths, read_objects, restrict_torch
+from megatron_lowbit.storage.pickles import COMMON, read_objects, restrict_torch
 
 _READ = (COMMON, "args", "iteration", "checkpoint_version")
 """Keys of the objects that Megatron-LM reads for the arguments."""
@@ -82,25 +82,17 @@ def _verify_arguments(path: Path) -> None:
     sources = {file for file, _, _ in read_objects(path, _READ)}
     if os.environ.get("RANK", "0") != "0":
         return
-    if not (path / files.DOCUMENT).is_file():
-        require(path.is_dir(), f"{path}: missing")
-        check_lengths(path)
-        return
-    recorded = files.read_document(path)["files"]
+    recorded = files.recorded_files(path) or {}
     files.check_sizes(path, recorded, recorded)
     read = [name for name in recorded if not name.endswith(".distcp") or path / name in sources]
     files.check_files(path, recorded, read)
 
 
 def _check_taken(taken: Mapping[str, Any], source: str) -> None:
-    """Check arguments of a checkpoint as if they came from a command line.
+    """Raise UserError for an argument of a checkpoint that no command line could have.
 
-    Args:
-        taken: values by name that differ from the command line's.
-        source: the checkpoint, for errors.
-
-    Raises:
-        UserError: a value is outside its argument's range, or names a module to import.
+    That is a value outside its argument's range, or the name of a module to import. ``taken`` are
+    the values that differ from the command line's; ``source`` is the checkpoint, for errors.
     """
     from megatron.training.arguments import add_megatron_arguments
 

@@ -27,7 +27,7 @@ from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.recipes.record import Record, checked
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.pickles import Reader, check_lengths
+from megatron_lowbit.storage.pickles import Reader
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HISTORIES = "amax_history."
@@ -159,9 +159,8 @@ class CheckpointReader:
     def model_arguments(self, vocab_size: int | None = None) -> dict[str, Any]:
         """Return the arguments that describe the model.
 
-        Args:
-            vocab_size: rows of the vocabulary that stand for tokens; None for those that training
-                was told, or else all.
+        ``vocab_size``: rows of the vocabulary that stand for tokens; None for those that training
+        was told, or else all.
         """
         entry: Any = self.model.get(EMBEDDING)
         require(entry is not None, f"{self.path}: no tensor {EMBEDDING}")
@@ -265,24 +264,16 @@ def other_name(key: str) -> str:
 def open_checkpoint(source: Path, check: bool = True) -> CheckpointReader:
     """Open the newest checkpoint of a ``--save`` directory, or one of its iterations' folders.
 
-    Args:
-        source: the directory or the folder.
-        check: compare its files with the checksums on record.
-
-    Raises:
-        UserError: there is no checkpoint, or one of its files has changed since it was saved.
+    ``check``: compare its files with the checksums on record. Raises UserError where there is no
+    checkpoint, or one of its files has changed since it was saved.
     """
     # A --save directory may hold a .metadata by accident.
     is_directory = (source / files.TRACKER).exists() or files.iterations(source)
     is_iteration = (source / files.METADATA).is_file() and not is_directory
     path = source if is_iteration else _newest(source)
-    if not (path / files.DOCUMENT).is_file():
-        require(path.is_dir(), f"{path}: missing")
-        check_lengths(path)
-        return CheckpointReader(path)
-    recorded = files.read_document(path)["files"]
+    recorded = files.recorded_files(path)
     if check:
-        files.check_files(path, recorded, recorded)
+        files.check_files(path, recorded or {}, recorded or ())
     return CheckpointReader(path, recorded)
 
 
@@ -302,11 +293,7 @@ def _newest(source: Path) -> Path:
 
 
 def chosen_iterations(source: Path, last: int | None, named: Sequence[int]) -> list[int]:
-    """Return the ``last`` complete checkpoints of a directory, or the named iterations.
-
-    Raises:
-        UserError: they are not there.
-    """
+    """Return the ``last`` complete checkpoints, or the named ones; UserError for missing ones."""
     complete = files.complete_iterations(source)
     if missing := sorted(set(named) - set(complete)):
         raise UserError(

@@ -22,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from os.path import lexists
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import replace_text, sync_directory
@@ -178,6 +178,18 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+def recorded_files(path: Path) -> Checksums | None:
+    """Return lowbit.json's lengths and checksums; None without it, once the lengths are checked.
+
+    Raises UserError where the checkpoint is missing or cut short, or lowbit.json is damaged.
+    """
+    if (path / DOCUMENT).exists():
+        return cast(Checksums, read_document(path)["files"])
+    require(path.is_dir(), f"{path}: missing")
+    check_lengths(path)
+    return None
+
+
 def check_files(path: Path, files: Checksums, names: Iterable[str]) -> None:
     """Raise UserError at the first of ``names`` that is not as lowbit.json's ``files`` says."""
     for name in names:
@@ -205,11 +217,8 @@ def check_sizes(path: Path, files: Checksums, names: Iterable[str]) -> None:
 
 def _is_complete(path: Path) -> bool:
     try:
-        if (path / DOCUMENT).exists():
-            files = read_document(path)["files"]
-            check_sizes(path, files, files)
-        else:
-            check_lengths(path)
+        files = recorded_files(path) or {}
+        check_sizes(path, files, files)
         return True
     except (UserError, OSError):
         return False

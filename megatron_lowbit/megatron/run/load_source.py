@@ -20,12 +20,7 @@ from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_
 from megatron_lowbit.recipes.te_config import FACTORIES
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.files import Selected, load_directory, newest, persistent, selected
-from megatron_lowbit.storage.pickles import (
-    check_lengths,
-    load_restricted,
-    read_objects,
-    saved_tensors,
-)
+from megatron_lowbit.storage.pickles import load_restricted, read_objects, saved_tensors
 
 _READING = "read the checkpoint in"
 _EXTRA_STATE = "_extra_state"
@@ -87,13 +82,9 @@ def choose_checkpoint(args: Namespace) -> int | None:
     """Choose the checkpoint to load and verify it; all ranks together.
 
     With ``--load-latest-valid``, invalid checkpoints are skipped with a printed line, and the
-    newest valid one is selected by ``args.ckpt_step``.
-
-    Returns:
-        The iteration that Megatron-LM will load; None for a release or without a checkpoint.
-
-    Raises:
-        UserError: the checkpoint is invalid, or none is valid.
+    newest valid one is selected by ``args.ckpt_step``. Returns the iteration that Megatron-LM will
+    load; None for a release or without a checkpoint. Raises UserError for an invalid one, or if
+    none is valid.
     """
     directory = load_directory(args)
     if directory is None:
@@ -184,15 +175,12 @@ def verify_checkpoint(path: Path) -> None:
     Each rank reads a share of the files.
     """
     with raise_on_all_ranks(_READING, path.parent):
-        if (path / files.DOCUMENT).exists():
-            recorded = files.read_document(path)["files"]
+        recorded = files.recorded_files(path)
+        if recorded is None:
+            say_on_rank_0(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
+        else:
             by_size = sorted(recorded, key=lambda name: (-recorded[name]["bytes"], name))
             files.check_files(path, recorded, by_size[dist.get_rank() :: dist.get_world_size()])
-        elif not path.is_dir():
-            raise UserError(f"{path}: missing")
-        elif dist.get_rank() == 0:
-            check_lengths(path)
-            say_on_rank_0(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
     with raise_on_all_ranks(_READING, path.parent):
         if dist.get_rank() == 0:
             for file, key, content in read_objects(path):
@@ -221,12 +209,8 @@ def check_extra_states(file: Path, key: str, content: Any) -> None:
     """Raise UserError where an extra state of a layer could run code.
 
     Extra states are pickles in tensors of bytes, which older versions of Transformer Engine
-    unpickle without any restriction.
-
-    Args:
-        file: the checkpoint's file, for errors.
-        key: key of a loaded object.
-        content: the object; dictionaries in it may hold extra states under keys of their own.
+    unpickle without any restriction. ``content`` is the loaded object of a ``key``; dictionaries in
+    it may hold extra states under keys of their own. ``file`` is the checkpoint's, for errors.
     """
     for state in _extra_states(key, content):
         if isinstance(state, io.BytesIO):  # written before Transformer Engine 2.0
