@@ -53,7 +53,7 @@ _NOT_WITH_SFT = (
 )  # fmt: skip
 """Arguments that Megatron-LM's dataset of conversations does not support."""
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
-REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
+_REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
 """Exceptions by which Megatron-LM refuses arguments."""
 _OF_QUANTIZED_LAYERS = (
     "--eval-precision", "--quantization-engine", "--log-quantization-error-interval", *BF16_BLOCKS,
@@ -73,7 +73,8 @@ _NEVER = 10**9
 def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> Namespace:
     """Parse and validate a command line, and set Megatron-LM's global variables.
 
-    ``--help`` and ``--print-completion`` exit.
+    ``--help`` and ``--print-completion`` exit. Raises UserError for an argument that is unknown,
+    has an invalid value, or contradicts another one.
 
     Args:
         argv: arguments without the program's name; None for the process's own.
@@ -85,9 +86,6 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
         Megatron-LM printed meanwhile under ``--short-log`` or in a dry run;
         ``cuda_graph_impl_on_gpus`` and the others of ``OF_GPUS``: their values on a machine with
         GPUs, where this one has none.
-
-    Raises:
-        UserError: an argument is unknown, has an invalid value, or contradicts another one.
     """
     parser = front_parser()
     given = list(sys.argv[1:] if argv is None else argv)
@@ -164,11 +162,7 @@ def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> Non
 
 
 def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[str]:
-    """Change the arguments in place to ones that Megatron-LM supports on this machine.
-
-    Returns:
-        Lines to print that explain the changes.
-    """
+    """Change the arguments to ones that Megatron-LM supports here; return lines that explain it."""
     words.remove("--world-size")
     if args.dry_run:
         # Megatron-LM opens its writers while it parses the arguments.
@@ -215,11 +209,7 @@ def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:
 
 
 def _count_samples(args: Namespace, words: CommandLine) -> str:
-    """Convert the schedule to samples, the only unit that Megatron-LM's phases support.
-
-    Returns:
-        A line to print that names the changed arguments.
-    """
+    """Convert the schedule to samples, the only unit of Megatron-LM's phases; return a line."""
     batch = args.global_batch_size
     require(
         batch is not None and "--rampup-batch-size" not in words,
@@ -262,35 +252,38 @@ def environment(name: str, value: str | None) -> Iterator[None]:
 
 
 def _parse_upstream(tokens: list[str]) -> Namespace:
-    """Run Megatron-LM's own parsing and validation, which read ``sys.argv``.
-
-    Raises:
-        UserError: Megatron-LM refuses the arguments.
-    """
+    """Run Megatron-LM's parsing and validation, which read ``sys.argv``, or raise UserError."""
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.global_vars import unset_global_variables
 
     try:
-        with command_line(tokens), translate_tokenizer_errors():
+        with translate_refusals(), command_line(tokens), translate_tokenizer_errors():
             args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
-        check_warmup(args)
-        if not args.dry_run:
-            check_samples(args)
-        _check_vocabulary(args)
+            check_warmup(args)
+            if not args.dry_run:
+                check_samples(args)
+            _check_vocabulary(args)
         return args
-    except (Exception, SystemExit) as error:
+    except UserError:
         # Variables that are set by now would prevent another run in this process.
         unset_global_variables()
-        if isinstance(error, UserError):
-            raise
-        if isinstance(error, SystemExit):
-            message = f"Megatron-LM refused the arguments (exit {error.code}), see above"
-        elif isinstance(error, REFUSALS):
-            message = in_one_line(error)
-        else:
-            # Megatron-LM computes with some values before it checks them.
-            message = f"Megatron-LM cannot follow the arguments: {in_one_line(error)}"
-        raise UserError(message) from error
+        raise
+
+
+@contextmanager
+def translate_refusals() -> Iterator[None]:
+    """Raise a UserError in place of an exception by which Megatron-LM refuses arguments."""
+    try:
+        yield
+    except UserError:
+        raise
+    except SystemExit as error:
+        raise UserError(f"Megatron-LM refused the arguments (exit {error.code})") from error
+    except _REFUSALS as error:
+        raise UserError(in_one_line(error)) from error
+    except Exception as error:
+        # Megatron-LM computes with some values before it checks them.
+        raise UserError(f"Megatron-LM cannot follow the arguments: {in_one_line(error)}") from error
 
 
 def _check_vocabulary(args: Namespace) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from megatron_lowbit.arguments.parse import translate_refusals
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.planning.model import check_plannable
-from megatron_lowbit.planning.training_arguments import TrainingArguments, one_line_errors
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 # isort: split
 from megatron.core.transformer.enums import LayerType
@@ -202,18 +203,14 @@ def _powers(limit: int) -> list[int]:
 
 
 def model_chunks(args: Namespace) -> tuple[int, ...]:
-    """Return the layers of each model chunk in order, as Megatron-LM divides them.
-
-    Raises:
-        UserError: the arguments do not divide the layers.
-    """
+    """Return the layers of each model chunk in order, as Megatron-LM divides them, or UserError."""
     pipeline, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     numbers = range(virtual) if virtual else [None]
     order = [(number, stage) for number in numbers for stage in range(pipeline)]
     if "|" in (args.hybrid_layer_pattern or ""):
         return tuple(map(len, args.hybrid_layer_pattern.split("|")))
-    with one_line_errors():
+    with translate_refusals():
         if args.pipeline_model_parallel_layout:
             given = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, pipeline)
             given.validate_layer_layout(args.num_layers, args.mtp_num_layers)
@@ -251,12 +248,9 @@ def divisions(layers: int, pipeline: int, interleaved: bool) -> Iterator[tuple[i
 
 
 def chunk_arguments(chunks: Sequence[int], pipeline: int, pattern: str | None) -> list[str]:
-    """Return the training arguments that ask for model chunks.
+    """Return the training arguments that ask for model chunks of so many layers.
 
-    Args:
-        chunks: layers of each chunk.
-        pipeline: number of pipeline stages.
-        pattern: blocks of a hybrid, however they are divided.
+    ``pattern``: blocks of a hybrid, however they are divided.
     """
     if len(set(chunks)) == 1:
         virtual = len(chunks) > pipeline

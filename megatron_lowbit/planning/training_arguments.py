@@ -15,12 +15,12 @@ from copy import deepcopy
 from functools import cache
 
 from megatron_lowbit.arguments.cpu import needs_one_connection
-from megatron_lowbit.arguments.parse import REFUSALS, check_given, environment, in_one_line
+from megatron_lowbit.arguments.parse import check_given, environment, translate_refusals
 from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import Machine, translate_precision
 from megatron_lowbit.arguments.values import check_values
 from megatron_lowbit.command_line import CommandParser
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import require
 
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args
@@ -101,7 +101,7 @@ class TrainingArguments:
     def parse(self, ranks: int, more: Sequence[str] = ()) -> Namespace:
         """Return validated arguments of a run on so many ranks, with more arguments at the end."""
         tokens = [*self._command_line.tokens(), *more]
-        with silenced(), one_line_errors():
+        with silenced(), translate_refusals():
             args = self._parser.parse_args(tokens)
             args.rank, args.world_size = 0, ranks
             args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
@@ -123,16 +123,3 @@ def silenced() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Raise a UserError in place of an exception by which Megatron-LM refuses arguments."""
-    try:
-        yield
-    except UserError:
-        raise
-    except SystemExit as error:
-        raise UserError(f"Megatron-LM refused the arguments (exit {error.code})") from error
-    except REFUSALS as error:
-        raise UserError(in_one_line(error)) from error
