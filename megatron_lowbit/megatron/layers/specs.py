@@ -32,9 +32,7 @@ Change = Callable[[Any], Any]
 def change_specs(model_config: Any, change: Change) -> None:
     """Let a model configuration build its layers from specs that ``change`` returns.
 
-    Args:
-        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
-        change: returns the spec to build in place of another.
+    ``model_config`` is Megatron-LM's GPTModelConfig or HybridModelConfig.
     """
     if hasattr(model_config, "hybrid_stack_spec"):
         model_config.hybrid_stack_spec = change(model_config.hybrid_stack_spec)
@@ -62,52 +60,40 @@ def change_parts(spec: Any, change: Change) -> Any:
     return spec
 
 
-class ChangeAndAdd(torch.nn.Module):
-    """Change of a part's output before it is added to the residual, in place of ``bda``."""
-
-    def change(self, output: Tensor) -> Tensor:
-        """Return the change of an output (sequence, batch, hidden)."""
-        raise NotImplementedError
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function that adds, as megatron-core's functions do."""
-        return partial(self._add, training)
-
-    def _add(
-        self,
-        training: bool,
-        output_and_bias: tuple[Tensor, Tensor | None],
-        residual: Tensor,
-        dropout: float,
-    ) -> Tensor:
-        output, bias = output_and_bias
-        changed = self.change(output if bias is None else output + bias)
-        return residual + torch.nn.functional.dropout(changed, dropout, training)
-
-
-class NormAndAdd(ChangeAndAdd):
-    """Norm of a part's output, as in Gemma 3."""
+class NormAndAdd(torch.nn.Module):
+    """Addition of a part's output to the residual after a norm, as in Gemma 3: a ``bda``."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.post_layernorm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def change(self, output: Tensor) -> Tensor:
-        """Normalize an output."""
-        normalized: Tensor = self.post_layernorm(output)
-        return normalized
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function that adds, as megatron-core's functions do."""
+        return partial(_change_and_add, self.post_layernorm, training)
 
 
-class ScaleAndAdd(ChangeAndAdd):
-    """Factor of a part's output, as in Granite."""
+class ScaleAndAdd(torch.nn.Module):
+    """Addition of a part's output to the residual with a factor, as in Granite: a ``bda``."""
 
     def __init__(self, multiplier: float) -> None:
         super().__init__()
         self.multiplier = multiplier
 
-    def change(self, output: Tensor) -> Tensor:
-        """Multiply an output."""
-        return output * self.multiplier
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function that adds, as megatron-core's functions do."""
+        return partial(_change_and_add, lambda output: output * self.multiplier, training)
+
+
+def _change_and_add(
+    change: Callable[[Tensor], Tensor],
+    training: bool,
+    output_and_bias: tuple[Tensor, Tensor | None],
+    residual: Tensor,
+    dropout: float,
+) -> Tensor:
+    output, bias = output_and_bias
+    changed = change(output if bias is None else output + bias)
+    return residual + torch.nn.functional.dropout(changed, dropout, training)
 
 
 class WindowRotaryAttention(SelfAttention):
