@@ -16,12 +16,9 @@ from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES, Mi
 from megatron.core.quantization.quant_config import RecipeConfig
 
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes import Layer, Recipe, load_recipe, shipped_recipes
+from megatron_lowbit.recipes import Recipe, load_recipe, shipped_recipes
+from megatron_lowbit.recipes.show import model_layers
 from megatron_lowbit.recipes.te_config import factory_names, te_config
-
-_LINEARS = (
-    "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
-)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -52,12 +49,7 @@ class LowbitPrecision(MixedPrecisionConfig):
                 f"recipe {recipe.name} in Megatron-Bridge: model.{name} is not supported with "
                 "quantizer factories; unset it, or train by lowbit-pretrain",
             )
-        blocks = model_config.num_layers
-        layers = [
-            Layer(f"decoder.layers.{block}.{linear}", block, blocks)
-            for block in range(blocks)
-            for linear in _LINEARS
-        ]
+        layers = model_layers(None, model_config.num_layers)
         recipe.check_matchers(layers)
         text = te_config(recipe, layers, model_config.pipeline_model_parallel_size)
         model_config.quant_recipe = RecipeConfig.from_config_dict(yaml.safe_load(text))
