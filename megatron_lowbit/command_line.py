@@ -72,11 +72,8 @@ def expand_files(argv: Iterable[str]) -> list[str]:
 
     A file is split like a shell command: quotes, comments and backslashes at line ends work. Files
     may name further files, relative to the working directory. Where there is no file of the name,
-    it may be a preset's, as :func:`shipped_presets` names it.
-
-    Raises:
-        UserError: a file is missing, too large, is not text, has an open quote, or includes itself;
-            or the files are too many.
+    it may be a preset's, as :func:`shipped_presets` names it. Raises UserError for a file that is
+    missing, too large, not text, has an open quote or includes itself, and for too many files.
     """
     return [word for word, _ in expand_with_origin(argv)]
 

@@ -24,11 +24,8 @@ def plain_console(width: int | None = None, stderr: bool = False) -> Console:
     """Return a console that prints text as it is, but for control characters.
 
     Names come from users' files. Rich would take what they hold in brackets for markup, and words
-    between colons for emoji, and would hand escape sequences on to the terminal.
-
-    Args:
-        width: columns where the stream is no terminal; rich assumes 80, which breaks names.
-        stderr: print on standard error.
+    between colons for emoji, and would hand escape sequences on to the terminal. Where the stream
+    is no terminal it has ``width`` columns; rich assumes 80, which breaks names.
     """
     stream = sys.stderr if stderr else terminal()
     return _PlainConsole(

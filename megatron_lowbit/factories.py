@@ -15,9 +15,8 @@ from megatron_lowbit.recipes.te_config import factory_precision
 def __getattr__(name: str) -> Any:
     """Return the one factory of a name: Transformer Engine compares recipes by their factories.
 
-    Raises:
-        AttributeError: no recipe or config has this name.
-        UserError: the recipe needs what a factory lacks.
+    Raises AttributeError for another name, and UserError where the recipe needs what a factory
+    lacks.
     """
     precision = factory_precision(name)
 

@@ -11,15 +11,10 @@ from megatron_lowbit.errors import UserError, require
 
 
 def check_folder(argument: str, folder: str | Path) -> None:
-    """Check that a folder can be written to, or made; nothing is made.
+    """Raise UserError for a folder that cannot be written to, or made; nothing is made.
 
-    Args:
-        argument: the argument that names the folder, for the error.
-        folder: its path.
-
-    Raises:
-        UserError: a part of the path is a file, is too long, or cannot be written to; or the disk
-            is full.
+    A part of its path may be a file, too long, or not writable, or the disk full. ``argument``
+    names the folder in the error.
     """
     path = Path(folder).absolute()
     shown = f"{argument} {folder}"
@@ -38,11 +33,7 @@ def check_folder(argument: str, folder: str | Path) -> None:
 
 
 def check_file(argument: str, path: str | Path) -> None:
-    """Check that a file can be made, or replaced, in a folder that is checked already.
-
-    Raises:
-        UserError: there is something else, or the name is too long.
-    """
+    """Raise UserError where a file cannot be made, or replaced, in a checked folder."""
     try:
         is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -69,11 +60,8 @@ def _nearest(shown: str, path: Path) -> tuple[Path, int]:
 def replacing(path: Path, tag: str = "") -> Iterator[BinaryIO]:
     """Open a file that takes the place of ``path`` once it is whole and on the disk.
 
-    Until then it is ``.NAME.partial`` in the same folder. Neither name is followed if it is a link.
-
-    Args:
-        path: the final name.
-        tag: part of the temporary name, for processes that may write at the same time.
+    Until then it is ``.NAME.partial`` in the same folder, with ``tag`` after the name for processes
+    that may write at the same time. Neither name is followed if it is a link.
     """
     partial = path.with_name(f".{path.name}{tag}.partial")
     try:

@@ -38,9 +38,7 @@ def parse_json(text: bytes | str, source: str) -> Any:
 def read_object(path: Path, argument: str = "") -> dict[str, Any]:
     """Read a JSON object; raise a UserError that names the file where there is none.
 
-    Args:
-        path: the file.
-        argument: the argument of the command line that names it, for the error.
+    ``argument``: the argument of the command line that names the file, for the error.
     """
     source = f"{argument} {path}".lstrip()
     try:
@@ -75,11 +73,8 @@ class Entries:
     """Typed access to a JSON object's entries.
 
     An entry that is missing or null has its method's default; without one it is an error. All
-    errors are UserErrors that name source and key.
-
-    Args:
-        content: parsed JSON.
-        source: the file, or the file and the key that holds the object.
+    errors are UserErrors that name the key and the source: the file, or the file and the key that
+    holds the object.
     """
 
     def __init__(self, content: Any, source: str) -> None:

@@ -11,9 +11,7 @@ def lazy_attributes(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return a ``__getattr__`` and a ``__dir__`` (PEP 562), and the ``__all__`` of a package.
 
-    Args:
-        package: the package's ``__name__``.
-        modules: names of attributes by the submodule that has them, one dot before a sibling.
+    ``modules``: names of attributes by the submodule that has them, one dot before a sibling.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 

@@ -143,11 +143,9 @@ def gaps(
     """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
     A gap is the mean over seeds, seed by seed where the first has them all, since a seed draws the
-    same weights and data for both; else from two independent means. The noise of all is pooled.
-
-    Args:
-        values: of each name; the first axis is the seeds; others, such as steps, are kept.
-        seeds: of each name's values; None: names with as many values have the same seeds.
+    same weights and data for both; else from two independent means. The noise of all is pooled. The
+    first axis of each name's ``values`` is the seeds; others, such as steps, are kept. Without
+    ``seeds``, names with as many values have the same.
     """
     arrays = [np.asarray(of_name) for of_name in values]
     baseline, mean = arrays[0], np.mean(arrays[0], axis=0)
@@ -194,15 +192,11 @@ def _pooled_deviation(groups: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def visible_gap(error: float, seeds: int, more: int) -> float:
-    """Return the true gap that ``more`` seeds show with a chance of 80%.
+    """Return the true gap that ``more`` seeds on both sides show with a chance of 80%.
 
-    Shown is a gap of more than two standard errors. The power of a test of a mean whose variance is
-    known (Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2).
-
-    Args:
-        error: standard error of a gap.
-        seeds: number of seeds that it is of.
-        more: number of seeds on both sides.
+    ``error`` is the standard error of a gap of so many ``seeds``. Shown is a gap of more than two
+    standard errors. The power of a test of a mean whose variance is known (Cohen, Statistical Power
+    Analysis for the Behavioral Sciences, 1988, chapter 2).
     """
     return (2.0 + NormalDist().inv_cdf(0.8)) * error * math.sqrt(seeds / more)
 

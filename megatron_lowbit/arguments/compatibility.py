@@ -16,10 +16,8 @@ from megatron_lowbit.recipes import Recipe
 def check(args: Namespace, recipe: Recipe | None) -> None:
     """Raise UserError for a combination that is refused.
 
-    Args:
-        args: parsed by Megatron-LM, with the arguments of ``add_recipe_arguments``. A dry run is
-            checked as the machine that it describes.
-        recipe: None without ``--precision-recipe``.
+    ``args`` are parsed by Megatron-LM, with the arguments of ``add_recipe_arguments``; a dry run is
+    checked as the machine that it describes. ``recipe`` is None without ``--precision-recipe``.
     """
     args = on_described_machine(args)
     rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]

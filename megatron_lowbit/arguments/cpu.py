@@ -132,14 +132,9 @@ _UNSUPPORTED = (
 
 
 def adapt_to_cpu(args: Namespace, words: CommandLine) -> list[str]:
-    """Change arguments to ones that a machine without CUDA supports.
+    """Change ``words``, the arguments as written, to ones that a machine without CUDA supports.
 
-    Args:
-        args: parsed arguments.
-        words: the same arguments as written on the command line; changed in place.
-
-    Returns:
-        Lines to print that explain each change.
+    ``args`` are the same arguments, parsed. Returns lines to print that explain each change.
     """
     # Weights that are stored quantized are rounded to BF16 first, on a CPU as well.
     kept = ("--bf16",) if args.quantized_param_gather else ()

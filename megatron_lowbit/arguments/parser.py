@@ -153,12 +153,9 @@ LOSSES = ("liger", "lowbit")
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments of recipes and layers to a parser, in their own groups.
+    """Add the arguments of recipes and layers to a parser, in their own groups; return the parser.
 
     Any script based on Megatron-LM can pass this function as its ``extra_args_provider``.
-
-    Returns:
-        The same parser.
     """
     return add_own_arguments(parser, ("megatron-lowbit", "layers"))
 
@@ -166,12 +163,9 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def add_own_arguments(
     parser: argparse.ArgumentParser, titles: Iterable[str] = tuple(_OWN_GROUPS)
 ) -> argparse.ArgumentParser:
-    """Add all groups of arguments that Megatron-LM does not have, or some; return the parser.
+    """Add groups of arguments that Megatron-LM does not have, by their titles; return the parser.
 
-    Args:
-        parser: Megatron-LM's; its ``--cross-entropy-fusion-impl`` accepts :data:`LOSSES`, too, from
-            now on.
-        titles: titles of the groups.
+    Its ``--cross-entropy-fusion-impl`` accepts :data:`LOSSES`, too, from now on.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -223,13 +217,10 @@ def front_parser() -> command_line.CommandParser:
 def read_command_line(
     parser: argparse.ArgumentParser, argv: Iterable[str]
 ) -> tuple[Namespace, command_line.CommandLine]:
-    """Parse a command line, with files of arguments expanded, by the front parser.
+    """Parse a command line by the front parser; return the arguments, and the same as written.
 
-    Returns:
-        The parsed arguments, and the same arguments as written.
-
-    Raises:
-        UserError: an argument is unknown or has an invalid value, or a file cannot be read.
+    Files of arguments are expanded. Raises UserError for an argument that is unknown or has an
+    invalid value, and for a file that cannot be read.
     """
     expanded = command_line.expand_with_origin(argv)
     written = [word for word, _ in expanded]

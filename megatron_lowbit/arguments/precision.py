@@ -97,18 +97,15 @@ def translate_precision(
 ) -> list[str]:
     """Write a recipe into the arguments in place of Megatron-LM's flags, or leave FP8 or FP4 to it.
 
+    Returns lines to print when the program starts. Raises UserError where arguments exclude each
+    other, or a recipe does not exist.
+
     Args:
         args: arguments as parsed by the front parser: ``fp8_recipe`` and ``fp4_recipe`` are None
             unless given.
         words: the same arguments as written on the command line; changed in place.
         machine: the machine of the run.
         default: recipes where no argument names one.
-
-    Returns:
-        Lines to print when the program starts.
-
-    Raises:
-        UserError: arguments exclude each other, or a recipe does not exist.
     """
     if args.normalization == "MXNorm":
         words.remove("--normalization")

@@ -131,11 +131,7 @@ def range_of(action: argparse.Action) -> _Range:
 
 
 def check_values(parser: argparse.ArgumentParser, args: Namespace, words: CommandLine) -> None:
-    """Check all numbers on the command line, and patterns that could become too long.
-
-    Raises:
-        UserError: a value is outside its range.
-    """
+    """Raise UserError for a number out of its range, or a pattern that could become too long."""
     destinations = words.destinations()
     for action in parser._actions:
         if action.dest in destinations and action.type in (int, float):
@@ -201,11 +197,7 @@ def _check_layout(layout: object) -> None:
 
 
 def check_folders(args: Namespace) -> None:
-    """Check that output folders are writable and that ``--load`` is a folder.
-
-    Raises:
-        UserError: a folder is not writable, or ``--load`` is a file or inaccessible.
-    """
+    """Raise UserError unless output folders are writable, and ``--load`` is a folder."""
     is_last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
     for flag in _OUTPUT_FOLDERS:
         folder = getattr(args, flag[2:].replace("-", "_"))
@@ -222,12 +214,9 @@ def check_folders(args: Namespace) -> None:
 
 
 def check_samples(args: Namespace) -> None:
-    """Check that the indices of all samples fit into this machine's memory.
+    """Raise UserError where the indices of training, or of all evaluations, do not fit into memory.
 
-    Megatron-LM builds the indices before training: each sample's position in the data and order.
-
-    Raises:
-        UserError: training, or all evaluations together, have too many samples.
+    Megatron-LM builds them before training: each sample's position in the data, and its order.
     """
     batch = args.global_batch_size
     flag, length = "--train-iters", args.train_iters
@@ -242,11 +231,7 @@ def check_samples(args: Namespace) -> None:
 
 
 def check_warmup(args: Namespace) -> None:
-    """Check that the warmup of the learning rate is shorter than its schedule.
-
-    Raises:
-        UserError: it is as long, or longer.
-    """
+    """Raise UserError unless the warmup of the learning rate is shorter than its schedule."""
     unit = "iters" if args.train_iters else "samples"
     warmup, decay = (getattr(args, f"lr_{part}_{unit}") for part in ("warmup", "decay"))
     flag, length = f"--lr-decay-{unit}", decay

@@ -126,14 +126,10 @@ _UNCONVERTED: dict[str, Any] = {
 
 
 def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
-    """Return the model's arguments among a run's arguments.
+    """Return the model's arguments among a run's, as a checkpoint has them.
 
-    Args:
-        args: those in a checkpoint.
-        vocab_size: rows of the vocabulary that stand for tokens.
-
-    Raises:
-        UserError: the model uses a feature that no family has.
+    ``vocab_size``: rows of the vocabulary that stand for tokens. Raises UserError for a model with
+    a feature that no family has.
     """
     arguments = vars(args)
     for name, value in _UNCONVERTED.items():

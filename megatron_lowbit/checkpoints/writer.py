@@ -99,11 +99,8 @@ def write_iteration(
 ) -> None:
     """Write the checkpoint of one iteration, and the tracker file that names it.
 
-    Args:
-        partial: the directory of checkpoints.
-        common: the common state; its ``iteration`` is the checkpoint's.
-        chunks: content of the checkpoint.
-        file_bytes: largest size of a file that holds several chunks.
+    ``partial`` is the directory of checkpoints; the ``common`` state gives the iteration. Files of
+    several chunks have up to ``file_bytes``.
     """
     iteration = common["iteration"]
     path = files.iteration_directory(partial.path, iteration)

@@ -32,20 +32,16 @@ SEQUENCES, LENGTH = 16, 512
 def input_amaxes(
     checkpoint: Path, described: ConvertibleModel, text: Path, tokenizer: Path
 ) -> dict[str, Tensor]:
-    """Return the largest magnitude of each linear layer's input, by the layer's path.
+    """Return the largest magnitude of each linear layer's input, FP32 scalars by the layers' paths.
+
+    Raises UserError for text or a tokenizer that cannot be read or does not fit the model, and
+    where no token reaches an expert.
 
     Args:
         checkpoint: directory of checkpoints, of which the newest is loaded in FP32.
         described: the model of the checkpoint.
         text: file or folder of text or JSON records; its first tokens are taken.
         tokenizer: folder with tokenizer.json.
-
-    Returns:
-        FP32 scalars.
-
-    Raises:
-        UserError: the text or the tokenizer cannot be read, or does not fit the model; no token
-            reaches an expert.
     """
     is_directory = (checkpoint / files.TRACKER).is_file()
     require(is_directory, f"--calibrate: {checkpoint}: give the folder with {files.TRACKER}")

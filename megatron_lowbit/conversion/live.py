@@ -40,8 +40,7 @@ _Chunk = tuple[tuple[int, ...], Tensor]
 class LiveTensors:
     """Tensors of a model in memory, by Megatron-LM's keys or by the model's own names.
 
-    Args:
-        chunks: the parts of each tensor that this process holds, with the shape of the whole.
+    ``chunks``: the parts of each tensor that this process holds, with the shape of the whole.
     """
 
     path = "the model"
@@ -59,11 +58,7 @@ class LiveTensors:
         return self._whole(target.key)[0][len(target.indices) :]
 
     def read(self, target: TensorSlice) -> Tensor:
-        """Return a slice of a tensor, as a view where one part holds it.
-
-        Raises:
-            UserError: other processes hold a part of it.
-        """
+        """Return a slice of a tensor, a view where one part holds it; UserError if not whole."""
         axes, shape = len(target.indices), self.shape(target)
         parts = [
             (offset[axes:], values.reshape(values.shape[axes:]))

@@ -35,15 +35,10 @@ _RUN = (
 def loaded_model(
     checkpoint: Path, arguments: Sequence[str], recipe: Recipe | None = None
 ) -> Iterator[torch.nn.Module]:
-    """Build a model of local layers in FP32 and load a checkpoint into it, for evaluation.
+    """Build a model of local layers in FP32, load a checkpoint into it, and yield this rank's part.
 
-    Args:
-        checkpoint: directory of checkpoints.
-        arguments: those that describe the model, its sequences and its parallelism.
-        recipe: precision of its linear layers; None leaves them as they are.
-
-    Yields:
-        This rank's part of the model.
+    It is for evaluation. ``arguments`` describe the model, its sequences and its parallelism;
+    ``recipe`` is the precision of its linear layers, None leaves them as they are.
     """
     with pretrain.teardown():
         with silenced():

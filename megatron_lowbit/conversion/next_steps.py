@@ -76,10 +76,8 @@ class Outcome(NamedTuple):
 def outcome(folder: Path, family: str, layout: str | None) -> Outcome:
     """Return the outcome of loading a written folder in transformers.
 
-    Args:
-        folder: an export, with its quantization report if it has a layout.
-        family: name of its family of models.
-        layout: layout of its quantized weights; None for weights as they are.
+    ``folder`` has its quantization report if it is of a ``layout``; None stands for weights as they
+    are. ``family`` is the name of the model's family.
     """
     if layout == "modelopt":
         return Outcome(FAILS, "it does not know modelopt")

@@ -217,9 +217,7 @@ def quantized_tensors(tensors: TensorSource, weight: Weight, layout: Layout) -> 
 def quantize_in_pieces(content: Tensor, weight: Weight) -> QuantizedTensor:
     """Quantize a weight some rows at a time, with the bits of the whole.
 
-    Args:
-        content: (R, K), BF16 or FP32, or without content on the ``meta`` device.
-        weight: format and amax.
+    ``content`` is (R, K), BF16 or FP32, or without content on the ``meta`` device.
     """
     quantizer, format, amax = weight.quantizer, weight.format, weight.amax
     if content.is_meta:

@@ -38,10 +38,8 @@ def verify(
     """Compare a folder of Hugging Face's with a checkpoint directory's newest checkpoint, in FP32.
 
     ``quantized`` is what the folder was exported as: this project's model then quantizes those
-    weights, and no activation, and transformers' has them dequantized in FP32.
-
-    Returns:
-        The largest difference of logits, and the largest logit of transformers'.
+    weights, and no activation, and transformers' has them dequantized in FP32. Returns the largest
+    difference of logits, and the largest logit of transformers'.
     """
     opened = QuantizedFolder(folder)
     converted = from_config(opened.config, str(folder / CONFIG))
@@ -56,13 +54,9 @@ def verify(
 def wrong_weight(folder: Path, dtype: str | None) -> str | None:
     """Load a folder as its next command does; return the name of a weight that differs from it.
 
-    Args:
-        folder: a folder of Hugging Face's that transformers loads.
-        dtype: dtype of the loaded model; None for the dtype of the files.
-
-    Returns:
-        A parameter of transformers' model whose values differ from the files, as ``to-megatron``
-        reads them, or the error that transformers raises; None if all are equal.
+    That is a parameter of transformers' model, in this ``dtype`` or, if None, in the files', whose
+    values are not as ``to-megatron`` reads them; or the error that transformers raises; None if all
+    are equal.
     """
     from transformers import AutoModelForCausalLM
 

@@ -129,9 +129,7 @@ def _reduce_scatter_uneven(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
 def with_seed(state: Tensor, seed: int) -> Tensor:
     """Return a state that draws the same numbers, but has another ``torch.initial_seed()``.
 
-    Args:
-        state: state as returned by ``torch.get_rng_state()``.
-        seed: from 0 to 2**64 - 1.
+    ``state`` is as ``torch.get_rng_state()`` returns it, ``seed`` from 0 to 2**64 - 1.
     """
     state = state.clone()
     # torch stores the seed before the state of the Mersenne twister.
@@ -191,13 +189,8 @@ class GroupStepAdam(torch.optim.Adam):
     """Adam that counts steps in its parameter groups, like Transformer Engine's.
 
     Megatron-LM trains with torch's own Adam, but cannot load checkpoints of a distributed optimizer
-    with it, because a new torch Adam has no ``step``.
-
-    Args:
-        params: parameters or parameter groups.
-        adam_w_mode: decouple weight decay, as AdamW does.
-        capturable: ignored; only CUDA graphs need it.
-        **settings: further arguments of torch's Adam.
+    with it, because a new torch Adam has no ``step``. Arguments are as of torch's Adam,
+    ``adam_w_mode`` as of AdamW; ``capturable`` is ignored, since only CUDA graphs need it.
     """
 
     def __init__(

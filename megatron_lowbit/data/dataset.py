@@ -136,12 +136,11 @@ def check_part(
     Megatron-LM counts the epochs one by one, and lists every document of each of them.
 
     Args:
-        prefix: as the argument has it.
+        prefix: as the ``argument`` that names the dataset has it.
         name: the part's, for the message.
         bounds: its first and last share of the documents.
         seq_length: tokens of a sample, but for the one that is predicted last.
         split: the value of ``--split``; None for a dataset that is one part as a whole.
-        argument: the one that names the dataset.
         samples: number of samples that the run reads.
     """
     lengths = read_index(prefix).lengths
@@ -176,15 +175,11 @@ def check_dataset(
 ) -> None:
     """Raise UserError unless PREFIX.bin and PREFIX.idx are whole and fit tokenizer and model.
 
-    The token ids must be below ``vocab_size`` and ``rows``. Checked are the largest id that a
-    sidecar PREFIX.json records, whose tokenizer and digest of the data must fit, too, and the first
-    16M ids; ``forward_step`` checks the ids of every batch.
-
-    Args:
-        prefix: as ``--data-path`` has it.
-        vocab_size: ids of the tokenizer, not padded.
-        tokenizer_model: the folder with tokenizer.json; None for other tokenizers.
-        rows: rows of the model's embedding; None for a model with as many as needed.
+    The token ids must be below ``vocab_size``, the tokenizer's without padding, and ``rows``, the
+    embedding's; None for a model with as many as needed. Checked are the largest id that a sidecar
+    PREFIX.json records, whose tokenizer and digest of the data must fit, too, and the first 16M
+    ids; ``forward_step`` checks the ids of every batch. ``tokenizer_model`` is the folder with
+    tokenizer.json; None for other tokenizers.
     """
     index, check = read_index(prefix), requiring(f"--data-path {prefix}")
     data = f"{prefix}.bin"

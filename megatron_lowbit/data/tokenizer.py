@@ -88,12 +88,9 @@ class Tokenizer:
 def load_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenizer:
     """Load a tokenizer, which adds no special tokens to a text.
 
-    Args:
-        tokenizer_type: Megatron-LM's name of the type; only HuggingFaceTokenizer is supported.
-        tokenizer_model: folder with tokenizer.json.
-
-    Raises:
-        UserError: the arguments or the folder's files do not fit.
+    ``tokenizer_type`` is Megatron-LM's name of the type; only HuggingFaceTokenizer is supported.
+    ``tokenizer_model`` is the folder with tokenizer.json. Raises UserError where these, or the
+    folder's files, do not fit.
     """
     is_known = tokenizer_type == TOKENIZER_TYPE
     require(is_known, f"--tokenizer-type {tokenizer_type}: choose {TOKENIZER_TYPE}")
@@ -161,10 +158,8 @@ def _largest_id(model: tokenizers.Tokenizer) -> int:
 def ids_beyond_model(folder: Path, largest: int | None = None) -> str | None:
     """Return a line about token ids for which the model of a Hugging Face folder has no rows.
 
-    Args:
-        folder: the folder with tokenizer.json and config.json; None is returned if one is missing
-            or cannot be read.
-        largest: largest id that is used; None for the tokenizer's.
+    ``largest`` is the largest id that is used; None for the tokenizer's. None is returned where the
+    folder's tokenizer.json or config.json is missing or cannot be read.
     """
     try:
         if largest is None:

@@ -32,11 +32,7 @@ def number_of(precision: LinearPrecision) -> int:
 
 
 def call_key(precision: LinearPrecision) -> int:
-    """Return the key of a call, from torch's default CPU generator; another one on each rank.
-
-    Raises:
-        UserError: a CUDA graph is captured, which would repeat the random numbers in each step.
-    """
+    """Return a call's random key; UserError in a CUDA graph, which would repeat it each step."""
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     require(
         not (precision.stochastic and captured),

@@ -22,10 +22,9 @@ class Permutation(NamedTuple):
 class DeviceCounts:
     """Numbers of tokens that the CPU does not know yet.
 
-    Args:
-        counts: (E,), int64, the number of tokens of each expert, on any device.
-        rows: their sum.
-        permutation: of tokens, fewer than ``rows``, that are the experts' input in place of rows.
+    ``counts`` (E,), int64, has the number of tokens of each expert, on any device, ``rows`` is
+    their sum. A ``permutation`` is of tokens, fewer than ``rows``, that are the experts' input in
+    place of rows.
     """
 
     def __init__(self, counts: Tensor, rows: int, permutation: Permutation | None = None) -> None:

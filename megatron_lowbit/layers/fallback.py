@@ -24,13 +24,13 @@ def without_source(operand: Any) -> Any:
 def recompute_unless_finite(
     y: Tensor, lhs: Any, rhs: Any, bias: Tensor | None, count: Tensor | None
 ) -> Tensor:
-    """Return y where all of it is finite, else ``lhs @ rhs.T + bias`` in y's dtype.
+    """Return y (M, N) where all of it is finite, else ``lhs @ rhs.T + bias`` in y's dtype.
 
     On a GPU nothing waits for the answer: a kernel reads it from device memory, and ends at once
     where y is finite.
 
     Args:
-        y: (M, N), a product of quantized operands.
+        y: a product of quantized operands.
         lhs, rhs: (M, K) and (N, K), in high precision or with their sources; y stays as it is
             where one has none.
         bias: (N,), or None.

@@ -44,9 +44,8 @@ from megatron_lowbit.numerics.randomness import Key, operand_key, sign_key
 class GroupContext:
     """Context of a call of several linear layers, which differ only in their keys.
 
-    Args:
-        context: of one of them; its weight cache keeps the weights of all.
-        keys: of each; empty where the precision draws no random bits.
+    ``context`` is of one of them; its weight cache keeps the weights of all. ``keys`` are of each;
+    empty where the precision draws no random bits.
     """
 
     context: LinearContext
@@ -148,10 +147,8 @@ def can_group(context: LinearContext) -> bool:
 def counts_on_device(context: LinearContext, weights: Sequence[Tensor], rows: int) -> bool:
     """Return True if experts' numbers of tokens need not be known on the host.
 
-    Args:
-        context: of one of the experts, for which :func:`can_group` is true.
-        weights: (N, K) of each expert; its tokens have the dtype.
-        rows: the number of all tokens.
+    ``context`` is of one of the experts, for which :func:`can_group` is true, ``weights`` (N, K)
+    are of each, whose tokens have the dtype, and ``rows`` is the number of all tokens.
     """
     precision, plan, pairs = context.precision, context.plan(), []
     for gemm, roles in GEMM_ROLES.items():

@@ -23,14 +23,9 @@ def quantize_input(
     keep: bool,
     amax: Tensor | None = None,
 ) -> tuple[Callable[[], Any], Any]:
-    """Quantize an input for fprop, and for wgrad if ``keep``.
+    """Quantize an input x (R, K) of this rank for fprop, and for wgrad if ``keep``.
 
-    Args:
-        context: of the call.
-        x: this rank's input (R, K).
-        operand: x that is quantized already, or None.
-        keep: True if wgrad follows.
-        amax: x's own, where it is known.
+    ``operand`` is x that is quantized already, ``amax`` x's own, where these are known.
 
     Returns:
         A function that returns fprop's input of all tokens, which are gathered until it is called;
@@ -118,16 +113,11 @@ def quantize_weight(
     weight: Callable[[], Any],
     quantize: Callable[..., tuple[Any, Any]] | None = None,
 ) -> tuple[Any, Any]:
-    """Quantize a weight (N, K) for fprop, and its transpose for dgrad.
+    """Quantize a weight (N, K) for fprop, and its transpose for dgrad; return both operands.
 
-    Args:
-        context: of the call.
-        weight: returns the weight, where it is not in the cache.
-        quantize: in place of the context's, for the weights of experts.
-
-    Returns:
-        Both operands. Dgrad's is None where backward quantizes it, and fprop's own (N, K) where
-        dgrad takes its values.
+    ``weight`` returns it, where it is not in the cache; ``quantize`` takes the place of the
+    context's, for the weights of experts. Dgrad's is None where backward quantizes it, and fprop's
+    own (N, K) where dgrad takes its values.
     """
     plan = context.plan()
     fprop, dgrad = plan[Gemm.FPROP, Role.WEIGHT], plan[Gemm.DGRAD, Role.WEIGHT]

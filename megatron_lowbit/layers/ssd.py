@@ -78,15 +78,9 @@ def _carried(added: Tensor, log: Tensor) -> Tensor:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve each channel with its own past, then apply SiLU.
+    """Convolve each channel of x (batch, length, channels) with its own past, then apply SiLU.
 
-    Args:
-        x: (batch, length, channels).
-        weight: (channels, width); the last entry meets the token itself.
-        bias: (channels,).
-
-    Returns:
-        As x.
+    ``weight`` is (channels, width), whose last entry meets the token itself; ``bias`` (channels,).
     """
     channels, width = weight.shape
     padded = F.pad(x.transpose(1, 2), (width - 1, 0))

@@ -39,8 +39,7 @@ def provide_datasets(
 ) -> tuple[Any, Any, Any]:
     """Build the training, validation and test datasets.
 
-    Raises:
-        UserError: a dataset is damaged, is too small, or was made with another tokenizer.
+    Raises UserError for one that is damaged, too small, or made with another tokenizer.
     """
     args = get_args()
     config = _config(args)
@@ -82,11 +81,7 @@ def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
 
 
 def data_blends(args: Namespace) -> list[_Blend]:
-    """Return prefixes and weights of the data sets that the arguments name, for each split.
-
-    Raises:
-        UserError: an argument that names data sets for each split is invalid.
-    """
+    """Return prefixes and weights of all data sets, for each split; UserError for wrong ones."""
     _check_per_split(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return [part for part in (blend, *(blend_per_split or ())) if part]

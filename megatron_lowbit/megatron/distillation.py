@@ -46,12 +46,8 @@ _SHARED = OF_THE_MODEL | {
 def distill(model_config: Any, args: Namespace) -> None:
     """Let the model of a configuration learn from the teacher in ``--distill-from``.
 
-    Args:
-        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
-        args: the run's arguments.
-
-    Raises:
-        UserError: the folder holds no checkpoint.
+    ``model_config`` is Megatron-LM's GPTModelConfig or HybridModelConfig. Raises UserError for a
+    folder without a checkpoint.
     """
     directory = Path(args.distill_from)
     saved = files.persistent(Namespace(ckpt_step=None), directory)
@@ -92,10 +88,8 @@ def _build(model_config: Any, student: Any) -> nn.Module:
 def load_weights(model: Any, checkpoint: Path) -> None:
     """Load the weights of a checkpoint in the format torch_dist, in any parallel layout.
 
-    Rows of the embedding that the checkpoint does not have keep their values.
-
-    Raises:
-        UserError: the checkpoint is damaged or of another model.
+    Rows of the embedding that the checkpoint does not have keep their values. Raises UserError for
+    a checkpoint that is damaged or of another model.
     """
     verify_checkpoint(checkpoint)
     changed = changes(get_args(), read_common_state(checkpoint).get("args"), _SHARED)
@@ -109,12 +103,11 @@ def load_weights(model: Any, checkpoint: Path) -> None:
 
 
 def attach(student: Any, teacher: nn.Module) -> None:
-    """Replace the student's loss in training by the divergence from the teacher.
+    """Replace a student's loss in training by the divergence from a teacher.
 
-    Args:
-        student: a chunk of Megatron-LM with the output layer.
-        teacher: function of the student's inputs without labels; it returns logits
-            (batch, sequence, this rank's share of the vocabulary).
+    ``student`` is a chunk of Megatron-LM with the output layer; ``teacher`` a function of the
+    student's inputs without labels, which returns logits (batch, sequence, this rank's share of the
+    vocabulary).
     """
     cross_entropy, group = student.compute_language_model_loss, student.pg_collection.tp
     targets: list[Tensor] = []
@@ -134,7 +127,7 @@ def attach(student: Any, teacher: nn.Module) -> None:
 
 
 def kl_divergence(logits: Tensor, teacher: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Compute KL(teacher || model) of each token, in FP32.
+    """Compute KL(teacher || model) of each token, (...) in FP32, in nats.
 
     Temporary memory is five FP32 tensors of the shape of the logits; the backward pass keeps one
     tensor in the dtype of ``logits``.
@@ -143,9 +136,6 @@ def kl_divergence(logits: Tensor, teacher: Tensor, group: dist.ProcessGroup | No
         logits: the model's (..., this rank's share of the vocabulary), in any dtype.
         teacher: the teacher's, of the same shape; they get no gradient.
         group: ranks that share the vocabulary; None for this rank only.
-
-    Returns:
-        Divergences (...) in FP32, in nats.
     """
     divergences: Tensor = _Divergence.apply(logits, teacher, group)
     return divergences

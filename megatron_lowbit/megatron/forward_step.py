@@ -33,15 +33,9 @@ def forward_step(
 ) -> tuple[Any, Loss]:
     """Run the forward pass of a model chunk on its next microbatch.
 
-    Args:
-        data: iterator over microbatches.
-        model: chunk of the model.
-        return_schedule_plan: return a schedule plan, with which Megatron-LM overlaps the
-            communication of experts, instead of the output.
-
-    Returns:
-        The chunk's output (token losses (b, s) on the last stage) or its schedule plan, and the
-        function that computes the loss from the output.
+    Returns the chunk's output (token losses (b, s) on the last stage), or the schedule plan with
+    which Megatron-LM overlaps the communication of experts, and the function that computes the loss
+    from the output.
     """
     timers, straggler = get_timers(), utils.StragglerDetector()
     timers("batch-generator", log_level=2).start()
@@ -144,12 +138,9 @@ def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum the token losses of a microbatch.
 
-    Args:
-        loss_mask: (b, s), 1.0 for tokens that count and 0.0 for others.
-        output: token losses (b, s).
-
-    Returns:
-        The sum, the number of tokens (int32), and both under Megatron-LM's name for its log.
+    ``loss_mask`` (b, s) has 1.0 for tokens that count and 0.0 for others; ``output`` are token
+    losses (b, s). Returns the sum, the number of tokens (int32), and both under Megatron-LM's name
+    for its log.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)

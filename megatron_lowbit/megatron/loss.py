@@ -23,12 +23,8 @@ in BF16, FP16 or FP32; labels (sequence, batch), int64; and the ranks' group."""
 def use_loss(model_config: Any, name: str) -> None:
     """Let the model of a configuration compute its loss by ``--cross-entropy-fusion-impl``.
 
-    Args:
-        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
-        name: ``liger`` or ``lowbit``.
-
-    Raises:
-        UserError: liger-kernel is not installed, or there is no GPU.
+    ``model_config`` is Megatron-LM's GPTModelConfig or HybridModelConfig, ``name`` ``liger`` or
+    ``lowbit``. Raises UserError without liger-kernel, or without a GPU.
     """
     argument = f"--cross-entropy-fusion-impl {name}"
     require(torch.cuda.is_available(), f"{argument}: its kernels need a GPU; give native")
@@ -63,15 +59,9 @@ def replace_losses(
 
 
 def token_losses(cross_entropy: CrossEntropy, group: Any, labels: Tensor, logits: Tensor) -> Tensor:
-    """Compute the cross-entropy of each token.
+    """Compute the cross-entropy of each token, (batch, sequence) in FP32.
 
-    Args:
-        cross_entropy: what computes it.
-        group: the ranks that share the vocabulary.
-        labels: indices of the whole vocabulary (batch, sequence), int64.
-        logits: (sequence, batch, this rank's share of the vocabulary).
-
-    Returns:
-        Losses (batch, sequence) in FP32.
+    ``labels`` are indices of the whole vocabulary (batch, sequence), int64; ``logits`` (sequence,
+    batch, this rank's share of the vocabulary), which the ranks of ``group`` share.
     """
     return cross_entropy(logits, labels.t(), group).t().contiguous()

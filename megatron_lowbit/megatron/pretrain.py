@@ -28,13 +28,12 @@ ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     """Run the pretraining that a command line describes.
 
+    Raises UserError for wrong arguments, recipe, data or checkpoint, and TrainingError where the
+    run cannot continue.
+
     Args:
         argv: arguments without the program's name; None for the process's own.
         hybrid: True for a script that trains hybrids, False for GPTs, None for both.
-
-    Raises:
-        UserError: the arguments, the recipe, the data or the checkpoint are invalid.
-        TrainingError: the run cannot continue.
     """
     # These warnings address Megatron-LM's developers, or say that Apex is absent. Warnings of
     # megatron.training, such as of an argument that it drops, are shown.
@@ -57,12 +56,10 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
 
 
 def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
-    """Train with parsed and validated arguments, by Megatron-LM's own loop.
+    """Train with the arguments of ``parse_arguments``, by Megatron-LM's own loop.
 
-    Args:
-        args: arguments as returned by ``parse_arguments``.
-        hooks: functions from the model's chunks to its chunks, called in order after the recipe has
-            taken over the linear layers and before Megatron-LM wraps the chunks.
+    ``hooks`` are functions from the model's chunks to its chunks, called in order after the recipe
+    has taken over the linear layers and before Megatron-LM wraps the chunks.
     """
     from megatron.core.enums import ModelType
     from megatron.core.safe_globals import register_safe_globals

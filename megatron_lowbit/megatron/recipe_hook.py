@@ -66,8 +66,7 @@ from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes, preci
 def model_config_of(args: Namespace) -> Any:
     """Return Megatron-LM's configuration of the arguments' model, with its recipe as a hook.
 
-    Raises:
-        UserError: the recipe or another argument does not fit the others.
+    Raises UserError for a recipe or another argument that does not fit the others.
     """
     if args.hybrid_layer_pattern is None:
         model_config = gpt_config_from_args(args)
@@ -85,14 +84,10 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     """Let the model of a configuration compute as ``--precision-recipe`` says.
 
     Without that argument this changes nothing but the loss of ``--cross-entropy-fusion-impl`` and
-    the layers that Megatron-LM lacks or gets wrong.
-
-    Args:
-        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
-        args: parsed by Megatron-LM, with the arguments of ``add_recipe_arguments``.
-
-    Raises:
-        UserError: the recipe does not exist, or does not fit the other arguments.
+    the layers that Megatron-LM lacks or gets wrong. ``model_config`` is Megatron-LM's
+    GPTModelConfig or HybridModelConfig; ``args`` are parsed by Megatron-LM, with the arguments of
+    ``add_recipe_arguments``. Raises UserError for a recipe that does not exist, or does not fit the
+    other arguments.
     """
     workarounds.use_prebuilt_dataset_helpers()
     follow_schedule_arguments()

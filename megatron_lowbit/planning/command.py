@@ -22,8 +22,7 @@ from megatron_lowbit.planning.hardware import SCANS, gpu_names
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the layouts of a run, fastest first, or the fastest under each of several recipes.
 
-    Raises:
-        UserError: an argument of this command or of training is wrong, or no layout fits.
+    Raises UserError for a wrong argument of this command or of training, and where no layout fits.
     """
     args, training = _parser().parse_known_args(argv)
     for name in ("gpus", "gpus_per_node", "top", "tokens"):

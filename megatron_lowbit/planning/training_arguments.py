@@ -42,11 +42,8 @@ class TrainingArguments:
 
     Raises UserError where training would.
 
-    Args:
-        words: the command line, with ``@FILE`` or without.
-
     Attributes:
-        words: the same.
+        words: the command line, with ``@FILE`` or without.
         flags: the arguments as given, before Megatron-LM derives any from others.
         given: the same as a command line, without what was removed.
         added: arguments that training demands and that were not given.

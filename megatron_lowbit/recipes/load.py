@@ -72,10 +72,8 @@ def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) ->
     """Load two recipes as one: fprop of the first, dgrad and wgrad of the second.
 
     Overrides start with ``forward.`` or ``backward.``, then go on as for :func:`load_recipe`.
-
-    Raises:
-        UserError: as :func:`load_recipe`; an override without its side, or of a GEMM that the other
-            recipe gives; recipes with switches.
+    Raises UserError as that does; for an override without its side, or of a GEMM that the other
+    recipe gives; and for recipes with switches.
     """
     names = (forward, backward)
     recipes = []
@@ -108,13 +106,9 @@ def _is_idle(gemms: Sequence[Gemm], recipe: Recipe, name: str, others: Sequence[
 def load_precision(recipe: LinearPrecision | Recipe | str | PathLike[str]) -> LinearPrecision:
     """Return the precision of a linear layer that has no place in a model.
 
-    Args:
-        recipe: a precision; or a recipe with one config that quantizes, or with none; or the name
-            or file of such a recipe, which is read once per process.
-
-    Raises:
-        UserError: a recipe with several precisions or with switches; as :func:`load_recipe`.
-        TypeError: an argument of another type.
+    ``recipe``: a precision; or a recipe with one config that quantizes, or with none; or the name
+    or file of such a recipe, which is read once per process. Raises UserError for a recipe with
+    several precisions or with switches, TypeError for another type, and as :func:`load_recipe`.
     """
     if isinstance(recipe, LinearPrecision):
         return recipe
@@ -150,14 +144,9 @@ def bf16_blocks(
 ) -> tuple[str, ...] | None:
     """Return the overrides that keep just the first and last blocks of a model in BF16.
 
-    Args:
-        name: as for :func:`load_recipe`; of a recipe that quantizes nothing there are none.
-        first, last: numbers of blocks.
-        of_preset: True for the numbers of a preset, which its paper gives for NVFP4. They replace
-            shares of any model's blocks only, as ``nvfp4`` keeps them.
-
-    Returns:
-        None where a preset's numbers do not apply: a recipe keeps no blocks, or a number of them.
+    For a recipe that quantizes nothing there are none. ``of_preset``: the numbers are a preset's,
+    which its paper gives for NVFP4. They replace shares of any model's blocks only, as ``nvfp4``
+    keeps them: None is returned for a recipe that keeps no blocks, or a number of them.
     """
     raw, recipe = _load(name)
     if not any(raw["configs"].values()):
@@ -186,8 +175,7 @@ def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 def overrides_by_recipe(names: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each recipe: the reverse of :func:`for_sides`.
 
-    Raises:
-        UserError: there are two recipes, and an override does not say for which of them it is.
+    Raises UserError for an override that does not say for which of two recipes it is.
     """
     if len(names) < 2:
         return [list(overrides) for _ in names]
@@ -318,10 +306,8 @@ def apply_override(raw: dict[str, Any], override: str) -> list[tuple[str, ...]]:
     ``switches.`` names exactly one field. ``none`` and ``null`` are the same; a matcher or switch
     set to them is removed. A new matcher comes first, or it might never be asked. A role's new
     format drops the options that it lacks. Whether the field and value are right is checked when
-    the recipe is parsed.
-
-    Raises:
-        UserError: no such field, or no value; a section of the recipe would be no mapping.
+    the recipe is parsed. Raises UserError where there is no such field, no value, or a section
+    would be no mapping.
     """
     known = set(raw["matchers"])
     with error_prefix(f"--recipe-set {override}: "):

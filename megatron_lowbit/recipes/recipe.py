@@ -165,12 +165,10 @@ class Recipe:
             yield from filter(None, (phase, phase.backward))
 
     def check_matchers(self, layers: Sequence[Layer]) -> None:
-        """Check that each matcher matches some linear layer of a model.
+        """Raise UserError unless each matcher matches some linear layer of a model.
 
-        A matcher whose layers all fall to earlier ones is in order: that is what order is for.
-
-        Raises:
-            UserError: one matches none, or names a block that the model does not have.
+        A matcher whose layers all fall to earlier ones is in order: that is what order is for. One
+        that names a block that the model does not have is refused, too.
         """
         layers = [layer for layer in layers if not layer.is_output]
         for name, matcher in self.matchers.items():
@@ -192,12 +190,10 @@ class Recipe:
             other.check_matchers(layers)
 
     def check_mxnorm(self, layers: Sequence[Layer], hidden_size: int | None = None) -> None:
-        """Check every precision that a run gives the layers after MXNorm.
+        """Raise UserError unless every precision of the layers after MXNorm has blocks that fit.
 
-        A layer has RMSNorm for as long as it is in high precision.
-
-        Raises:
-            UserError: one is quantized with no blocks that fit, or none is ever quantized.
+        They divide the hidden size, and a layer is quantized at some time in the run. A layer has
+        RMSNorm for as long as it is in high precision.
         """
         normalized = [layer for layer in layers if layer.path.endswith(NORMALIZED)]
         active = False
@@ -227,11 +223,7 @@ class Recipe:
 
 
 def norm_block(precision: LinearPrecision) -> int:
-    """Return the block size of fprop's input, whose absmaxes MXNorm uses.
-
-    Raises:
-        ValueError: that input is not quantized in blocks.
-    """
+    """Return the block size of fprop's input, whose absmaxes MXNorm uses, or raise ValueError."""
     quantizer = precision.fprop.lhs
     if quantizer is None or quantizer.format.block == 1:
         state = "is not quantized" if quantizer is None else f"is {quantizer.format.name}"
@@ -249,10 +241,9 @@ def norm_block(precision: LinearPrecision) -> int:
 def combine(forward: Recipe, backward: Recipe) -> Recipe:
     """Combine two recipes: fprop of ``forward``, dgrad and wgrad of ``backward``.
 
-    Raises:
-        UserError: one of two different recipes has switches: which of the two would they change?
-            Or the backward one takes operands from its own fprop, unless it requantizes them and
-            the forward one quantizes nothing.
+    Raises UserError if one of two different recipes has switches: which of the two would they
+    change? And if the backward one takes operands from its own fprop, unless it requantizes them
+    and the forward one quantizes nothing.
     """
     if forward == backward:
         return forward

@@ -34,13 +34,9 @@ class _Entries(BaseModel):
 def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: str = "") -> Record:
     """Return the record of the recipes of a command line, of which there may be none.
 
-    Args:
-        names: one recipe, or two, of which the first gives fprop.
-        overrides: ``FIELD=VALUE`` each, as for :func:`megatron_lowbit.recipes.load_recipes`.
-        megatron_lm: description of Megatron-LM's own FP8 or FP4.
-
-    Raises:
-        UserError: a recipe does not exist or is wrong.
+    ``names``: one recipe, or two, of which the first gives fprop; ``overrides`` as for
+    :func:`megatron_lowbit.recipes.load_recipes`; ``megatron_lm``: description of Megatron-LM's own
+    FP8 or FP4. Raises UserError for a recipe that does not exist or is wrong.
     """
     sides = overrides_by_recipe(names, overrides)
     recipes = [read_recipe(name, given) for name, given in zip(names, sides, strict=True)]

@@ -312,14 +312,10 @@ class RecipeSpec(StrictModel):
         }
 
     def build(self, source: str, load: Callable[[str], Recipe] | None) -> Recipe:
-        """Build the recipe.
+        """Build the recipe; raise UserError for the first thing wrong, by its key.
 
-        Args:
-            source: the file's name, for messages.
-            load: gives the recipe that a switch names; None where no switch is allowed.
-
-        Raises:
-            UserError: the first thing wrong, by its key, and what would be right.
+        ``source`` is the file's name, for messages; ``load`` gives the recipe that a switch names,
+        None where no switch is allowed.
         """
         configs = {}
         for name, config in self.configs.items():

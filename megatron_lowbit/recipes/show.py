@@ -126,11 +126,9 @@ def model_layers(
     """Return the linear layers of a GPT of ``num_layers`` layers, or of a hybrid with that pattern.
 
     Latent attention has one projection of queries without ``q_lora_rank``. The blocks of a
-    multi-token prediction are one block for a recipe's rules, after the last of the decoder.
-
-    Raises:
-        UserError: a symbol that stands for no block, predictions that differ, no layers at all, or
-            too many for a table.
+    multi-token prediction are one block for a recipe's rules, after the last of the decoder. Raises
+    UserError for a symbol that stands for no block, predictions that differ, no layers, or too many
+    for a table.
     """
     main, *predictions = [""] if pattern is None else pattern.split(_PREDICTIONS)
     main = main.replace(_STAGE, "")

@@ -21,9 +21,8 @@ FACTORIES = "megatron_lowbit.factories"
 def factory_precision(name: str) -> LinearPrecision:
     """Return the precision that a factory's name stands for.
 
-    Raises:
-        AttributeError: no shipped recipe or config has this name.
-        UserError: as :func:`factory_names`.
+    Raises AttributeError where no shipped recipe or config has this name, and as
+    :func:`factory_names`.
     """
     recipes = {_identifier(recipe): recipe for recipe in shipped_recipes()}
     stem = name.partition("__")[0]
@@ -39,9 +38,8 @@ def factory_precision(name: str) -> LinearPrecision:
 def factory_names(recipe: Recipe) -> dict[str, str]:
     """Return the names of the factories of a recipe's quantizing configs, by the config.
 
-    Raises:
-        UserError: nothing is quantized, or the recipe needs what Transformer Engine's modules do
-            not have: switches, amaxes of earlier steps, a fallback, or random numbers in fprop.
+    Raises UserError where nothing is quantized, or the recipe needs what Transformer Engine's
+    modules do not have: switches, amaxes of earlier steps, a fallback, or random numbers in fprop.
     """
     quantizing = {name: p for name, p in recipe.configs.items() if p.quantized}
     require(bool(quantizing), f"recipe {recipe.name} quantizes nothing: omit the factory")
@@ -71,16 +69,11 @@ def factory_names(recipe: Recipe) -> dict[str, str]:
 def te_config(recipe: Recipe, layers: Sequence[Layer], stages: int) -> str:
     """Return the YAML file for ``--te-precision-config-file`` that gives a model a recipe.
 
+    Evaluations are in BF16, as by default in training. Raises UserError as :func:`factory_names`,
+    and where the recipe selects blocks by number and there are several pipeline ``stages``, in each
+    of which Megatron-LM counts from 0.
+
     Source: ``RecipeConfig`` and ``TEQuantizationParams`` of megatron-core 0.19.2.
-
-    Args:
-        recipe: one of :func:`factory_names`; evaluations are in BF16, as by default in training.
-        layers: the model's linear layers.
-        stages: pipeline stages of the run.
-
-    Raises:
-        UserError: the recipe selects blocks by number and there are several stages, in each of
-            which Megatron-LM counts from 0; as :func:`factory_names`.
     """
     factories = factory_names(recipe)
     matchers = {}

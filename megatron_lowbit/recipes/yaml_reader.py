@@ -29,8 +29,7 @@ _TAGS = [f"tag:yaml.org,2002:{name}" for name in _TYPES]
 def read_yaml(text: str) -> Any:
     """Read one YAML document. Dates are text; aliases are copies.
 
-    Raises:
-        ValueError: no YAML, another type, a key given twice, control characters, or too large.
+    Raises ValueError for other types, a key given twice, control characters, and what is too large.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"longer than {MAX_CHARACTERS:,} characters")
@@ -45,14 +44,10 @@ def read_yaml(text: str) -> Any:
 
 
 def read_text(file: Any, name: str) -> str:
-    """Read as much of a file as :func:`read_yaml` accepts.
+    """Read as much of a file, or of a package's resource, as :func:`read_yaml` accepts.
 
-    Args:
-        file: path of the file, or resource of a package.
-        name: for the error, such as ``recipe file mine.yaml``.
-
-    Raises:
-        UserError: the file is missing, no regular file, or cannot be read.
+    Raises UserError that begins with ``name``, such as ``recipe file mine.yaml``, where the file is
+    missing, not regular, or cannot be read.
     """
     try:
         if not file.is_file():

@@ -18,20 +18,16 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """Exclusive use of a folder by this process, until it is closed or the process ends.
+    """Exclusive use of an existing folder by this process, until it is closed or the process ends.
 
     The lock is POSIX's, which a killed process does not leave behind and forked ones do not
     inherit: writers of checkpoints may outlive a killed run. It holds between hosts where their
-    file system passes locks on, as NFS 4 does; without locks a line is printed.
+    file system passes locks on, as NFS 4 does; without locks a line is printed. The folder gets the
+    file ``.lock``, or ``file``, with host and process. Errors name the folder by ``label``,
+    ``--save FOLDER`` by default.
 
-    Args:
-        folder: an existing folder, which gets the file ``.lock`` with host and process.
-        label: the folder as errors name it; ``--save FOLDER`` by default.
-        file: another file for host and process.
-
-    Raises:
-        UserError: another process has the folder, or the file is a link or of another program.
-        OSError: the file cannot be written.
+    Raises UserError where another process has the folder, or the file is a link or of another
+    program; OSError where it cannot be written.
     """
 
     def __init__(self, folder: Path, label: str = "", file: Path | None = None) -> None:

@@ -197,13 +197,8 @@ def read_objects(path: Path, keys: Container[str] | None = None) -> Iterator[tup
     """Yield file, key and content of a checkpoint's objects, loaded without running code.
 
     Tensors of sharded checkpoints are not read; tensors of ``*.pt`` files are mapped into memory.
-
-    Args:
-        path: folder of the checkpoint, in any format.
-        keys: keys of the objects in a sharded checkpoint; None for all.
-
-    Raises:
-        UserError: an object is damaged, or could run code.
+    ``path`` is the checkpoint's folder, in any format; ``keys`` are of the objects in a sharded
+    checkpoint, None for all. Raises UserError for an object that is damaged, or could run code.
     """
     for file in sorted(path.glob("**/*.pt")):
         require(file.is_file(), f"{file}: is no file")

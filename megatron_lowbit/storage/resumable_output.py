@@ -56,16 +56,9 @@ class ResumableOutput:
         write_part: Callable[[BinaryIO, Any], None],
         head: bytes = b"",
     ) -> list[Span]:
-        """Write a file of this folder part by part, unless it is finished.
+        """Write a file of this folder part by part, unless it is finished; return each part's span.
 
-        Args:
-            file: the file's path.
-            parts: content of the file.
-            write_part: function that writes one of ``parts`` into the open file.
-            head: bytes before the first part.
-
-        Returns:
-            The span of each part in the file.
+        ``write_part`` writes one of ``parts`` into the open file, after the bytes of ``head``.
         """
         name = str(file.relative_to(self.path))
         if name in self.finished:

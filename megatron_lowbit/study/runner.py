@@ -49,21 +49,18 @@ def run(
     jobs: Sequence[Job], gpus: Sequence[str | None], keep_checkpoints: bool, judge: Judge,
     minutes: float | None = None,
 ) -> list[Job]:  # fmt: skip
-    """Run the jobs that are not finished, and return the finished ones.
+    """Run the jobs of a whole study that are not finished, and return the finished ones.
 
     A run whose checkpoint is gone begins again where another is to begin from it. Interrupted, all
-    runs stop with a checkpoint to resume from.
+    runs stop with a checkpoint to resume from. Raises TrainingError if a run failed, or the one
+    that it begins from, once the others have ended.
 
     Args:
-        jobs: of the whole study.
         gpus: numbers of the GPUs that jobs see, or None; a job runs on each at once.
         keep_checkpoints: keep the checkpoints of finished runs from which no other begins.
         judge: asked whenever a run has finished; names that others begin from are not skipped.
         minutes: time after which runs stop; none is started that, as long as the longest so far,
             would not end before.
-
-    Raises:
-        TrainingError: a run failed, or the one that it begins from; the others have ended.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=plain_console(stderr=True)) as progress:

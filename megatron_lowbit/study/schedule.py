@@ -27,8 +27,7 @@ class Pace(NamedTuple):
 def pace_of(job: Job, gpu: str) -> Pace:
     """Compute the pace of a run on one GPU, as ``lowbit-plan`` does.
 
-    Raises:
-        UserError: no such GPU, or arguments that it cannot plan.
+    Raises UserError for an unknown GPU and arguments that cannot be planned.
     """
     from megatron_lowbit.planning.estimate import WAITING
     from megatron_lowbit.planning.search import plan_run
@@ -72,12 +71,9 @@ def described(
 ) -> Iterator[Table | str]:
     """Describe the time of each name's runs, and the commands for all runs that are left.
 
-    Args:
-        jobs: of the whole study.
-        gpu: as ``lowbit-plan --gpu``.
-        places: runs at once on all GPUs together, ``at_once`` on each.
-        minutes: length of a command.
-        start_up: seconds until a run's first iteration.
+    ``jobs`` are of the whole study. ``slots`` runs go on at a time on all GPUs together,
+    ``at_once`` on each; a command takes ``minutes``, a run ``start_up`` seconds until its first
+    iteration.
     """
     left = [job for job in jobs if not is_finished(job)]
     paces = {job.name: pace_of(job, gpu) for job in reversed(jobs)}

@@ -48,6 +48,8 @@ def rank_layers(
 ) -> None:
     """Measure a checkpoint's layers, print their ranks, and write a recipe that spares the worst.
 
+    Raises UserError for an invalid argument.
+
     Args:
         recipe: name or file of the recipe to measure.
         batches: number of batches to measure.
@@ -55,9 +57,6 @@ def rank_layers(
         output: file of the recipe, or None for only the table.
         training: arguments of training, ``--load`` among them; its precision, schedule and
             ``--save`` are not used.
-
-    Raises:
-        UserError: an argument is invalid.
     """
     require(0 <= share <= 1, f"--keep {share:g}: a share of the weights is 0 to 1")
     require(batches > 0, f"--batches {batches}: must be positive")

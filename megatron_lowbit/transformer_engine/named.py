@@ -43,11 +43,7 @@ class NamedFactory(Factory):
         return self.__name__
 
     def __call__(self, role: Any) -> IdentityQuantizer:
-        """Return the quantizer for a role.
-
-        Raises:
-            UserError: an argument of Megatron-LM is not for custom quantizers; as :class:`Factory`.
-        """
+        """Return the quantizer for a role; UserError for arguments that are not for quantizers."""
         args = _arguments()
         for name, reason in _REFUSED.items():
             given = getattr(args, name, False)

@@ -16,10 +16,8 @@ from megatron_lowbit.recipes import Layer, Recipe
 class Feature:
     """Part of training outside the model; a run calls the methods in this order.
 
-    Args:
-        run: the run's ``RecipeHook``: its recipe, arguments, chunks, layer states, and checkpoint.
-
     Attributes:
+        run: the run's ``RecipeHook``: its recipe, arguments, chunks, layer states, and checkpoint.
         submodule: name under which checkpoints of a chunk include the feature's tensors, if any.
         prefix: start of those tensors' keys in a checkpoint in the format torch_dist.
     """
@@ -67,9 +65,7 @@ class Feature:
     ) -> dict[str, Tensor]:
         """Return a chunk's tensors to save, by layer path.
 
-        Args:
-            chunk: the chunk.
-            saved: keys in the checkpoint that is about to be loaded into the tensors, or None.
+        ``saved`` are keys in the checkpoint that is about to be loaded into the tensors, or None.
         """
         return {}
 
@@ -80,11 +76,8 @@ class Feature:
 class ExtraTensors(torch.nn.Module):
     """Submodule through which a chunk's checkpoints include the tensors of a feature.
 
-    Args:
-        feature: whose tensors they are.
-        chunk: the chunk whose submodule this is.
-        saved: keys of the tensors in the checkpoint to load, or None without a checkpoint. What the
-            checkpoint lacks is not loaded.
+    ``saved`` are the keys of the tensors in the checkpoint to load, or None without a checkpoint.
+    What the checkpoint lacks is not loaded.
     """
 
     def __init__(

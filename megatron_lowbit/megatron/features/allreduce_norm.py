@@ -53,10 +53,8 @@ class PrecomputedNorm(torch.nn.Module):
 class _AddAndNormalize:
     """Replacement of megatron-core's addition of a residual, without bias and dropout.
 
-    Args:
-        run: the fused operation.
-        norm: norm after the addition.
-        linear: linear layer after the norm; None after the final norm.
+    ``run`` is the fused operation, ``norm`` comes after the addition, and ``linear`` after the
+    norm; None after the final norm.
     """
 
     def __init__(

@@ -96,9 +96,8 @@ def obstacle(precision: LinearPrecision, engine: Engine) -> str | None:
 class _CodesDispatch:
     """Exchange of a layer's tokens as codes, by methods in place of its token dispatcher's.
 
-    Args:
-        dispatcher: of a layer whose experts are on several ranks.
-        fc1: the grouped linear layer that takes the tokens.
+    The layer's experts are on several ranks; ``fc1`` is the grouped linear layer that takes the
+    tokens.
     """
 
     def __init__(self, dispatcher: MoEAlltoAllTokenDispatcher, fc1: torch.nn.Module) -> None:

@@ -205,11 +205,10 @@ class NormStatistics:
 
 
 def largest_feature(x: Tensor) -> tuple[Tensor, int]:
-    """Find the feature of x (..., K) that is largest over all tokens.
+    """Return the size and the number of the feature of x (..., K) that is largest over all tokens.
 
-    Returns:
-        Its RMS over the tokens as a multiple of x's own, an FP64 scalar from 1 to sqrt(K), 0 where
-        x is zero; its number.
+    The size is its RMS over the tokens as a multiple of x's own, an FP64 scalar from 1 to sqrt(K),
+    0 where x is zero.
     """
     squares = x.double().flatten(0, -2).square().mean(0)
     largest, feature = squares.max(0)

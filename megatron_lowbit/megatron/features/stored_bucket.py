@@ -32,12 +32,8 @@ def cut_rows(
 ) -> list[int]:
     """Return the first row of a weight that each rank quantizes, and the number of rows.
 
-    Args:
-        start: the weight's first element in the bucket.
-        shape: (N, K) of the weight.
-        block_rows: rows that only one rank can quantize.
-        shard: elements that each rank owns.
-        ranks: number of ranks.
+    ``start`` is the first element of the weight (N, K) in the bucket, of which each rank owns
+    ``shard`` elements; only one rank can quantize each ``block_rows`` rows.
     """
     rows, columns = shape
     blocks = [-(-max(0, rank * shard - start) // (block_rows * columns)) for rank in range(ranks)]
@@ -157,16 +153,13 @@ class StoredBucket:
     """Codes of a bucket's weights; its other parameters move to a tensor of their own.
 
     The bucket's own memory can be freed between :meth:`sync` and the next optimizer step.
+    ``gathers_codes`` is False where a weight has different codes for fprop and dgrad. Such a bucket
+    is gathered in its own precision, which takes no more bytes, and each rank quantizes all of it.
 
     Args:
         bucket: Megatron-LM's bucket, with ``param_data`` and ``param_to_index``.
         group: ranks that share it.
         contexts: a context for each weight to be stored, with the layer's cache.
-
-    Attributes:
-        gathers_codes: False where a weight has different codes for fprop and dgrad. Such a bucket
-            is gathered in its own precision, which takes no more bytes, and each rank quantizes all
-            of it.
     """
 
     def __init__(

@@ -124,9 +124,7 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
 class GatedNorm(torch.nn.Module):
     """Group-wise RMSNorm of this rank's channels, after an optional gate.
 
-    Args:
-        channels, eps, group_size, norm_before_gate: as for mamba-ssm's norm.
-        **factory: device and dtype of the weight.
+    Arguments are as for mamba-ssm's norm; ``factory``: device and dtype of the weight.
     """
 
     def __init__(
@@ -186,21 +184,11 @@ def convolve_and_scan(
 ) -> Tensor:
     """Compute mamba-ssm's ``mamba_split_conv1d_scan_combined`` by torch's convolution and ``scan``.
 
-    Args:
-        zxbcdt: (batch, length, 2 * heads * head dim + 2 * groups * state dim + heads).
-        conv_weight: (channels of x, B and C, width).
-        conv_bias: (channels,).
-        dt_bias: (heads,).
-        a: (heads,).
-        D: (heads,) or (heads, head dim).
-        chunk_size: chunk length of the scan.
-        ngroups: number of groups.
-        scan: :func:`torch_scan` or :func:`triton_scan`.
-        headdim: head dim; needed if D is (heads,).
-        **others: further arguments of mamba-ssm's function; ``seq_idx`` is not supported.
-
-    Returns:
-        (batch, length, heads * head dim) in zxbcdt's dtype, gated but not normalized.
+    Arguments are as of that function, without ``seq_idx``; ``scan`` is :func:`torch_scan` or
+    :func:`triton_scan`. ``zxbcdt`` is (batch, length, 2 * heads * head dim + 2 * groups * state dim
+    + heads), ``conv_weight`` (channels of x, B and C, width), ``conv_bias`` (channels,),
+    ``dt_bias`` and ``a`` (heads,), ``D`` (heads, head dim), or (heads,) with ``headdim``. Returns
+    (batch, length, heads * head dim) in zxbcdt's dtype, gated but not normalized.
     """
     if others.get("seq_idx") is not None:
         raise NotImplementedError("packed sequences need mamba-ssm and causal-conv1d")

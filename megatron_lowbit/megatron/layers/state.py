@@ -48,12 +48,8 @@ def layer_of(chunk: torch.nn.Module, name: str, first_expert: int) -> Layer | No
 
     Megatron-LM names modules by the chunk's block numbers and the rank's expert numbers; rules see
     global numbers, and grouped experts as if they were not grouped. Blocks of multi-token
-    prediction come after the decoder's last.
-
-    Args:
-        chunk: one virtual pipeline stage of the model.
-        name: the module's path in the chunk.
-        first_expert: the global number of the rank's first expert.
+    prediction come after the decoder's last. ``name`` is the module's path in the chunk,
+    ``first_expert`` the global number of the rank's first expert.
     """
     match = _BLOCK.match(name)
     if match is None:

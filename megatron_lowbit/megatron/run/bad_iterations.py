@@ -27,10 +27,9 @@ NOTES = "bad_iterations.json"
 def skip_bad_iterations(args: Namespace) -> Iterator[None]:
     """Skip the iterations that this run has recorded before; record one that fails now.
 
-    Raises:
-        UserError: the arguments allow no restart from a checkpoint.
-        TrainingError: more iterations failed than the argument allows, or one failed and the
-            launcher has to restart the run.
+    Raises UserError for arguments that allow no restart from a checkpoint, and TrainingError where
+    more iterations failed than the argument allows, or one failed and the launcher has to restart
+    the run.
     """
     if args.skip_bad_iterations is None:
         yield

@@ -51,9 +51,8 @@ class CheckpointGuard:
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Verify the checkpoint to load, before the model's other hooks read it.
 
-        Raises:
-            UserError: another run saves into the same folder, or a file of the checkpoint is
-                missing, truncated or changed. All ranks raise it.
+        All ranks raise UserError where another run saves into the same folder, or a file of the
+        checkpoint is missing, truncated or changed.
         """
         if self._args.save is not None:
             self._take_save_folder(Path(self._args.save))
@@ -131,9 +130,7 @@ def _non_persistent_directory(args: Namespace) -> Path | None:
 class Recorder:
     """Thread that records the files of new checkpoints in a folder, and deletes older ones.
 
-    Args:
-        directory: the run's ``--save``.
-        keep_last: number of complete checkpoints to keep; None for all.
+    ``directory`` is the run's ``--save``; ``keep_last`` complete checkpoints stay, all for None.
     """
 
     def __init__(self, directory: Path, keep_last: int | None) -> None:

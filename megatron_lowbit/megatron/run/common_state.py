@@ -34,11 +34,7 @@ def has_common_state(path: Path) -> bool:
 
 
 def read_common_state(path: Path) -> dict[str, Any]:
-    """Read the common state of a checkpoint without running what it holds.
-
-    Raises:
-        UserError: the state is missing or damaged, or holds classes that could run code.
-    """
+    """Read the common state of a checkpoint without running what it holds, or raise UserError."""
     legacy = path / LEGACY
     old = legacy.is_file()
     state = load_restricted(legacy, legacy) if old else the_only(read_object(path, KEY), path)

@@ -26,11 +26,9 @@ class ConversationError(UserError):
 class ConversationTokenizer:
     """Interface of a tokenizer that Megatron-LM's ``SFTDataset`` reads.
 
-    ``pad`` is no token, so that ``SFTDataset`` masks what it fills up, but no end of an answer:
-    many tokenizers have one token for both.
-
-    Args:
-        tokenizer: Megatron-LM's tokenizer, of the type HuggingFaceTokenizer or SFTTokenizer.
+    ``tokenizer`` is Megatron-LM's, of the type HuggingFaceTokenizer or SFTTokenizer. ``pad`` is no
+    token, so that ``SFTDataset`` masks what it fills up, but no end of an answer: many tokenizers
+    have one token for both.
     """
 
     pad = IGNORE_INDEX
@@ -153,11 +151,7 @@ class ConversationDataset(SFTDataset):
         return len(self.indices) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return a sample with ids of the vocabulary in all places.
-
-        Raises:
-            ConversationError: the tokenizer refuses the conversation.
-        """
+        """Return a sample with ids of the vocabulary in all places, or raise ConversationError."""
         where = self.dataset.location(self.indices[index % len(self.indices)])
         try:
             sample = super().__getitem__(index)

@@ -54,8 +54,8 @@ class Stage(NamedTuple):
 def dry_run(args: Namespace) -> None:
     """Print the recipe, the parameters, and the planned memory and time of a run.
 
-    Raises:
-        UserError: the model cannot be built, or its layers or CUDA graphs do not suit the recipe.
+    Raises UserError for a model that cannot be built, or whose layers or CUDA graphs do not suit
+    the recipe.
     """
     if args.rank != 0:
         return
@@ -78,11 +78,8 @@ def model_stages(
 ) -> list[Stage]:
     """Build the first rank of each pipeline stage.
 
-    Args:
-        args: validated arguments.
-        on_gpus: the arguments on GPUs, with which to print the recipe's table for the whole model;
-            None prints nothing.
-        capability: compute capability of those GPUs.
+    With ``on_gpus``, the arguments on GPUs of a compute ``capability``, the recipe's table for the
+    whole model is printed.
     """
     # The fused all-reduce allocates memory that only real ranks share.
     changed: dict[str, Any] = {"fused_allreduce_norm": False}

@@ -44,11 +44,8 @@ def raise_on_all_ranks(doing: str, directory: Path | str = "") -> Iterator[None]
     """Raise an exception on all ranks if any rank raises one, so that no rank waits for another.
 
     A UserError or an OSError, also as a cause, becomes the same UserError on all ranks. Any other
-    exception is raised again on its own rank, and becomes a RuntimeError on the others.
-
-    Args:
-        doing: description of the operation for errors, such as "read the checkpoint in".
-        directory: folder of the operation, named after the description in errors without a file.
+    exception is raised again on its own rank, and becomes a RuntimeError on the others. Errors
+    without a file say what was done, such as "read the checkpoint in", and the folder.
     """
     caught: BaseException | None = None
     try:
@@ -131,10 +128,8 @@ def _is_ours(error: Exception) -> bool:
 def translate_load_errors(checkpoint: str) -> Iterator[None]:
     """Raise UserError for a checkpoint that Megatron-LM cannot load, such as of another shape.
 
-    Megatron-LM raises any exception on values of another type, or exits with code 0.
-
-    Args:
-        checkpoint: the checkpoint, and the argument that names its directory.
+    Megatron-LM raises any exception on values of another type, or exits with code 0. ``checkpoint``
+    names it, and the argument of its directory.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 

@@ -54,8 +54,7 @@ Digests = Mapping[str, str]
 def record_recipe(args: Namespace) -> None:
     """Let the checkpoints of a run record its recipe, as the attribute ``recipe_record``.
 
-    Raises:
-        UserError: the recipe does not exist or is wrong.
+    Raises UserError for a recipe that does not exist or is wrong.
     """
     words = (args.fp8, args.fp8 and args.fp8_recipe, args.fp4, args.fp4 and args.fp4_recipe)
     formats = " ".join(str(word) for word in words if word)
@@ -95,11 +94,9 @@ def check_loaded(args: Namespace) -> None:
     """Compare a run's model with the checkpoint that it loads, and recipe and data if it resumes.
 
     Differences that ``--resume-changed`` names are printed, and so is other data at a transition of
-    ``--phase-transition-iterations``. All ranks together. A run that does not train, or starts from
-    iteration 0, may have any recipe and data.
-
-    Raises:
-        UserError: another one differs, or :func:`check_starts_anew` finds no checkpoint.
+    ``--phase-transition-iterations``; others raise UserError, and so does a folder without a
+    checkpoint. All ranks together. A run that does not train, or starts from iteration 0, may have
+    any recipe and data.
     """
     directory = load_directory(args)
     if directory is None:

@@ -94,8 +94,7 @@ def _choose(scheduler: OptimizerParamScheduler, value: Any, saved: Any, name: st
 def _pairs(optimizer: Any, state: dict[str, Any]) -> Iterator[tuple[Group, Group]]:
     """Yield each group of an optimizer with its group in the checkpoint's state.
 
-    Raises:
-        UserError: the checkpoint divides the parameters into other groups.
+    Raises UserError for a checkpoint that divides the parameters into other groups.
     """
     groups = optimizer.optimizer.param_groups
     if (settings := state.get("param_to_group_meta")) is not None:  # Megatron-FSDP
@@ -119,11 +118,7 @@ def _pairs(optimizer: Any, state: dict[str, Any]) -> Iterator[tuple[Group, Group
 
 
 def _reconcile(current: Group, saved: Group) -> None:
-    """Give both groups the learning rates that the arguments ask for.
-
-    Raises:
-        UserError: they differ, and the arguments do not say which of them to take.
-    """
+    """Give both groups the learning rates that the arguments ask for, or raise UserError."""
     args = get_args()
     for name in _RATES:  # Older versions of Megatron-LM have none in the groups.
         saved.setdefault(name, current.get(name))

@@ -101,17 +101,13 @@ def run_after_backward(chunks: Sequence[Any], function: Callable[[], None]) -> N
 
 
 def set_microbatch_key(seed: int, iteration: int, microbatch: int) -> None:
-    """Give a forward pass its key.
+    """Set the random key of this rank's forward pass of a microbatch.
 
-    Data-parallel ranks number the microbatches of a global batch in turn: the same microbatches
-    have the same keys in every layout. Context-parallel ranks, which hold other tokens of the same
-    sequences, have keys of their own. With expert parallelism the ranks of an expert group count as
-    one, and the rank within it is added last, by XOR, which :func:`microbatch_key` undoes.
-
-    Args:
-        seed: the run's ``--seed``.
-        iteration: finished iterations.
-        microbatch: this rank's microbatches of the iteration before this one.
+    ``iteration``, and ``microbatch`` within it and on this rank, count from 0. Data-parallel ranks
+    number the microbatches of a global batch in turn: the same microbatches have the same keys in
+    every layout. Context-parallel ranks, which hold other tokens of the same sequences, have keys
+    of their own. With expert parallelism the ranks of an expert group count as one, and the rank
+    within it is added last, by XOR, which :func:`microbatch_key` undoes.
     """
     replicas = parallel_state.get_expert_data_parallel_world_size()
     number = microbatch * replicas + parallel_state.get_expert_data_parallel_rank()

@@ -28,16 +28,9 @@ def use_prebuilt_dataset_helpers() -> None:
 def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]:
     """Apply ``--rope-scaling-factor`` and ``--openai-gelu`` to a model's configuration.
 
-    ``gpt_config_from_args`` leaves the factor at 8. No code reads ``--openai-gelu``: Megatron-LM
-    computes the tanh approximation of GELU where it fuses bias and activation, and exact GELU
-    elsewhere, such as on a CPU.
-
-    Args:
-        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
-        args: arguments parsed by Megatron-LM.
-
-    Yields:
-        A line to print for each changed setting.
+    Yields a line to print for each. ``gpt_config_from_args`` leaves the factor at 8. No code reads
+    ``--openai-gelu``: Megatron-LM computes the tanh approximation of GELU where it fuses bias and
+    activation, and exact GELU elsewhere, such as on a CPU.
     """
     from megatron.core.transformer.utils import openai_gelu
 
