@@ -86,21 +86,23 @@ def te_config(recipe: Recipe, layers: Sequence[Layer], stages: int) -> str:
         for number, pattern in enumerate(patterns):
             key = name if len(patterns) == 1 else f"{name}_{number}"
             matchers[key] = dict(type="glob", pattern=pattern, config=matcher.config, enabled=True)
-    configs = {name: _config(factories.get(name)) for name in recipe.configs}
+    customs = {name: custom_recipe(f"{FACTORIES}.{each}") for name, each in factories.items()}
+    configs = {name: module_config(customs.get(name)) for name in recipe.configs}
     return yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
 
 
-def _config(factory: str | None) -> dict[str, Any]:
-    """Return a config of megatron-core; None, as an empty recipe, is high precision."""
-    training = {
-        "fp8_quantization_recipe": "custom",
-        "custom_recipe_factory": f"{FACTORIES}.{factory}",
-        "override_nonquantized_autocast": True,
-    }
+def custom_recipe(factory: str) -> dict[str, Any]:
+    """Return the fields of megatron-core's recipe whose quantizers a factory makes, by its path."""
+    return {"fp8_quantization_recipe": "custom", "custom_recipe_factory": factory}
+
+
+def module_config(recipe: dict[str, Any] | None, evaluates: bool = False) -> dict[str, Any]:
+    """Return megatron-core's configuration of a module; None is high precision."""
+    training = {**recipe, "override_nonquantized_autocast": True} if recipe else {}
     return {
         "transformer_engine_config_type": "TEQuantizationParams",
-        "training_recipe": training if factory else {},
-        "evaluation_recipe": {},
+        "training_recipe": training,
+        "evaluation_recipe": training if evaluates else {},
     }
 
 

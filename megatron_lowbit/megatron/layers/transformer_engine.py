@@ -33,6 +33,7 @@ from megatron_lowbit.layers.autograd_state import eager
 from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert
 from megatron_lowbit.megatron.layers.state import LayerPlan, LayerState, device_of, split_features
 from megatron_lowbit.recipes import LinearPrecision
+from megatron_lowbit.recipes.te_config import custom_recipe, module_config
 from megatron_lowbit.transformer_engine.native import layer_recipe
 from megatron_lowbit.transformer_engine.norm import normalized
 from megatron_lowbit.transformer_engine.recipe import build
@@ -97,21 +98,11 @@ class TELayerState(LayerState):
         if precision.quantized and self.native is None:
             _check(module.config)
         where = MatchContext(layer.path, layer.block)
-        module.finish_init(QuantizationConfig(self._content(), where, "recipe"))
+        recipe = self.native and (self.native.megatron or custom_recipe(_FACTORY))
+        config = module_config(recipe, self.plan.evaluates)
+        module.finish_init(QuantizationConfig(config, where, "recipe"))
         module.fp8_initialized = module.fp8_meta_tensors_initialized = False
         module._fp8_workspaces.clear()
-
-    def _content(self) -> dict[str, Any]:
-        """Return megatron-core's configuration of a module; an empty recipe is high precision."""
-        training: dict[str, Any] = {}
-        if self.native is not None:
-            custom = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": _FACTORY}
-            training = dict(self.native.megatron or custom, override_nonquantized_autocast=True)
-        return {
-            "transformer_engine_config_type": "TEQuantizationParams",
-            "training_recipe": training,
-            "evaluation_recipe": training if self.plan.evaluates else {},
-        }
 
     @property
     def quantizes_weight(self) -> bool:
