@@ -18,6 +18,7 @@ from megatron_lowbit.arguments.values import range_of
 from megatron_lowbit.errors import UserError, printable, require
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.pickles import COMMON, read_objects, restrict_torch
+from megatron_lowbit.storage.selection import selected
 
 _READ = (COMMON, "args", "iteration", "checkpoint_version")
 """Keys of the objects that Megatron-LM reads for the arguments."""
@@ -38,7 +39,7 @@ def guard_checkpoint_arguments() -> None:
     @wraps(upstream)
     def load(args: Namespace, load_arg: str = "load", **context: Any) -> Any:
         directory = getattr(args, load_arg)
-        checkpoint = files.selected(args, directory and Path(directory))
+        checkpoint = selected(args, directory and Path(directory))
         if checkpoint is None:
             return upstream(args, load_arg, **context)
         _verify_arguments(checkpoint.path)

@@ -34,6 +34,7 @@ from megatron_lowbit.megatron.run.errors import say_on_rank_0, translate_load_er
 from megatron_lowbit.megatron.run.load_source import verify_checkpoint
 from megatron_lowbit.megatron.run.records import OF_THE_MODEL, changes
 from megatron_lowbit.storage import files
+from megatron_lowbit.storage.selection import persistent
 
 _SHARED = OF_THE_MODEL | {
     "num_layers": "--num-layers", "hidden_size": "--hidden-size",
@@ -50,7 +51,7 @@ def distill(model_config: Any, args: Namespace) -> None:
     folder without a checkpoint.
     """
     directory = Path(args.distill_from)
-    saved = files.persistent(Namespace(ckpt_step=None), directory)
+    saved = persistent(Namespace(ckpt_step=None), directory)
     require(
         saved is not None,
         f"--distill-from {directory}: no checkpoint, {files.TRACKER} is missing; give a folder "

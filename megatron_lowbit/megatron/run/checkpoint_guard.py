@@ -23,8 +23,8 @@ from megatron_lowbit.megatron.run.metrics import METRICS_FILE, check_metrics
 from megatron_lowbit.megatron.run.records import check_loaded, record_data
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.files import load_directory, selected
 from megatron_lowbit.storage.lock import FolderLock
+from megatron_lowbit.storage.selection import load_directory, selected
 
 _NON_PERSISTENT = "non_persistent"
 LOG_FILE = "megatron.log"

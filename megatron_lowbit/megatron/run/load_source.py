@@ -19,8 +19,8 @@ from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.recipes.te_config import FACTORIES
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.files import Selected, load_directory, newest, persistent, selected
 from megatron_lowbit.storage.pickles import load_restricted, read_objects, saved_tensors
+from megatron_lowbit.storage.selection import Selected, load_directory, newest, persistent, selected
 
 _READING = "read the checkpoint in"
 _EXTRA_STATE = "_extra_state"

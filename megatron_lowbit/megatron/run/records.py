@@ -20,7 +20,7 @@ from megatron_lowbit.megatron.run.common_state import has_common_state, read_com
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_anew
 from megatron_lowbit.recipes import record as recipe_records
-from megatron_lowbit.storage.files import load_directory
+from megatron_lowbit.storage.selection import load_directory
 
 RECIPE, DATA, BLEND = "recipe_record", "data_record", "blend_record"
 """Names of the records among a run's arguments."""
