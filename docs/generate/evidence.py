@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from leaderboard import finished_runs, shown_gap
+from leaderboard import curve_of, finished_runs, shown_gap, stored_curve
 from render import RESULTS, ROOT, parser, replace_sections
 from render import table as markdown_table
 
@@ -37,9 +37,7 @@ def collect(folder: Path) -> list[dict]:
             "name": state["name"],
             "seed": state["seed"],
             **{key: state["machine"][key] for key in ("gpu", "torch", "commit")},
-            "every": int(curve.iterations[1] - curve.iterations[0]),
-            "tokens": int(curve.tokens[-1]),
-            "losses": [round(float(loss), 5) for loss in curve.losses],
+            **stored_curve(curve),
             "validation_loss": round(float(curve.validation_losses[-1]), 5),
         }
         for state, curve in finished_runs(folder)
@@ -52,13 +50,11 @@ def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
     return [runs[key] for key in sorted(runs)]
 
 
-def curve_of(run: dict) -> LossCurve:
-    """Restore the curve that metrics.jsonl had."""
-    losses = np.array(run["losses"])
-    iterations = run["every"] * np.arange(1, len(losses) + 1)
-    tokens = run["tokens"] / iterations[-1] * iterations
-    validation = iterations[-1:], np.array([run["validation_loss"]])
-    return LossCurve(iterations, losses, *validation, tokens, np.full(len(losses), np.nan))
+def restored(run: dict) -> LossCurve:
+    """Restore a stored curve and its last validation."""
+    curve = curve_of(run)
+    validation = curve.iterations[-1:], np.array([run["validation_loss"]])
+    return curve._replace(validation_iterations=validation[0], validation_losses=validation[1])
 
 
 def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:
@@ -68,7 +64,7 @@ def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -
         commands = _commands(study)
         for run in kept.get(other, []):
             if run["name"] in commands:
-                by_command.setdefault(commands[run["name"]], []).append(curve_of(run))
+                by_command.setdefault(commands[run["name"]], []).append(restored(run))
     runs = [(run, by_command.get(key, [])) for run, key in _commands(studies[name]).items()]
     return [Contender(run, tuple(curves)) for run, curves in runs if curves]
 

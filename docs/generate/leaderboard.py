@@ -1,12 +1,12 @@
-"""Store the runs of the leaderboard's study, and write docs/research/leaderboard.md from them.
+"""Store the runs of the leaderboard's study; write docs/research/leaderboard.md and its picture.
 
     lowbit-study run examples/studies/leaderboard.yaml --output runs/leaderboard --gpus 0 -- ...
     python docs/generate/leaderboard.py runs/leaderboard
 
-Runs of a folder replace runs of the same name and seed in benchmarks/results/leaderboard.json;
-without folders the page is written from that file. The loss of a row is the mean over the last
-tenth of a finished run. Interrupted runs have their own table. Speeds come from
-benchmarks/results/model-fp4-h200.json.
+Finished runs of a folder replace runs of the same name and seed in
+benchmarks/results/leaderboard.json; without folders the page is written from that file. The loss of
+a row is the mean over the last tenth of a run. The picture has the rows with two or more stored
+curves. Speeds come from benchmarks/results/model-fp4*-h200.json.
 """
 
 import json
@@ -17,19 +17,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from render import RESULTS, ROOT, parser, recipe_section, render
 
-from megatron_lowbit.analysis.comparison import final_loss, gaps, visible_gap
+from megatron_lowbit.analysis.comparison import Contender, final_loss, gaps, visible_gap
+from megatron_lowbit.analysis.comparison_page import picture
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
 KEPT = RESULTS / "leaderboard.json"
-SPEEDS = RESULTS / "model-fp4-h200.json"
+SPEEDS = sorted(RESULTS.glob("model-fp4*-h200.json"))
 PAGE = ROOT / "docs" / "research" / "leaderboard.md"
+PICTURE = ROOT / "docs" / "images" / "leaderboard.png"
 SHARE = 1 / 10
 LATE, LAST_PART = "-late-bf16", " fprop=null"
 """Ending of the names of recipes that switch their forward pass, and of the contenders that are
 timed as what comes after the switch."""
+IN_TE = " in TE"
+"""Ending of the names of contenders in Transformer Engine layers."""
 REFERENCE = "nvfp4"
 """The row that all other rows are compared with, in addition to the baseline."""
 RECIPE, CHANGE = "--precision-recipe", "--recipe-set"
@@ -52,29 +57,6 @@ def finished_runs(folder: Path) -> Iterator[tuple[dict[str, Any], LossCurve]]:
             yield state, read_losses(file.with_name("metrics.jsonl"))
 
 
-def cut_runs(
-    folder: Path, finished: Sequence[tuple[dict[str, Any], LossCurve]]
-) -> Iterator[dict[str, Any]]:
-    """Yield what is kept of each run that was cut after half of its iterations or later.
-
-    Its gap is that to REFERENCE's run of the same seed, which is among those that finished.
-    """
-    references = {state["seed"]: curve for state, curve in finished if state["name"] == REFERENCE}
-    for file in sorted(folder.glob("*/study.json")):
-        state, metrics = json.loads(file.read_text()), file.with_name("metrics.jsonl")
-        reference = references.get(state["seed"])
-        if state["finished"] or reference is None or not metrics.is_file():
-            continue
-        curve, last = read_losses(metrics), reference.iterations[-1]
-        end = curve.iterations[-1]
-        if end >= last / 2:
-            start = end - SHARE * last
-            means = [x.losses[(x.iterations > start) & (x.iterations <= end)].mean()
-                     for x in (curve, reference)]  # fmt: skip
-            gap = float(means[0] / means[1] - 1)
-            yield {"name": state["name"], "seed": state["seed"], "cut": end / last, "gap": gap}
-
-
 def kept_of(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
     """Return the stored values of a run."""
     recipe, rest = split(state["command"])
@@ -84,9 +66,27 @@ def kept_of(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
         "recipe": recipe,
         "arguments": rest,
         "machine": {key: state["machine"][key] for key in ("gpu", "torch", "commit")},
-        "tokens": int(curve.tokens[-1]),
         "loss": final_loss(curve, SHARE),
+        **stored_curve(curve),
     }
+
+
+def stored_curve(curve: LossCurve) -> dict[str, Any]:
+    """Return what a file keeps of a curve: tokens, iterations between losses, and the losses."""
+    return {
+        "tokens": int(curve.tokens[-1]),
+        "every": int(curve.iterations[1] - curve.iterations[0]),
+        "losses": [round(float(loss), 5) for loss in curve.losses],
+    }
+
+
+def curve_of(run: dict[str, Any]) -> LossCurve:
+    """Restore a stored curve, without validation and speeds."""
+    losses = np.array(run["losses"])
+    iterations = run["every"] * np.arange(1, len(losses) + 1)
+    tokens = run["tokens"] / iterations[-1] * iterations
+    nothing = np.array([])
+    return LossCurve(iterations, losses, nothing, nothing, tokens, np.full(len(losses), np.nan))
 
 
 def split(command: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -103,28 +103,25 @@ def split(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """Return runs by name and seed, the new ones in the place of the old, those cut last.
+    """Return runs by name and seed, the new ones in the place of the old.
 
     Raises:
         SystemExit: a finished run has other arguments than the rest, its recipe aside.
     """
-    by_key: dict[tuple[str, int], dict] = {}
-    for run in (*kept, *new):
-        key = run["name"], run["seed"]
-        if "cut" not in run or "cut" in by_key.get(key, run):
-            by_key[key] = run
-    finished = [run for run in by_key.values() if "cut" not in run]
-    for run in finished:
-        if (run["arguments"], run["tokens"]) != (finished[0]["arguments"], finished[0]["tokens"]):
+    runs = [*{(run["name"], run["seed"]): run for run in (*kept, *new)}.values()]
+    for run in runs:
+        if (run["arguments"], run["tokens"]) != (runs[0]["arguments"], runs[0]["tokens"]):
             raise SystemExit(
                 f"error: {run['name']}, seed {run['seed']}: other arguments or tokens than "
-                f"{finished[0]['name']}, seed {finished[0]['seed']}"
+                f"{runs[0]['name']}, seed {runs[0]['seed']}"
             )
-    return [*finished, *(run for run in by_key.values() if "cut" in run)]
+    return runs
 
 
-def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, list[list[object]]]:
-    """Return the baseline's name, the least gap that shows, and the table's rows, best first.
+def rows(
+    runs: Sequence[dict], speeds: dict[str, float]
+) -> tuple[str, int, float, list[list[object]]]:
+    """Return the baseline's name, the fewest seeds, what gap shows with them, and the table's rows.
 
     Raises:
         SystemExit: no row is in BF16, or one has a seed that the baseline lacks.
@@ -166,12 +163,10 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
             f"{_bits(recipes[name]):.3g}",
             f"`{shlex.join(words)}`",
         ]
-    errors = [
-        error
-        for name, (gap, error) in from_baseline.items()
-        if not math.isnan(gap) and name != baseline and len(losses[name]) == len(baseline_losses)
-    ]
-    return baseline, visible_gap(max(errors, default=0.0), 1, 1), [*lines.values()]
+    fewest = min(map(len, losses.values()))
+    errors = [float(error) for name, (_, error) in from_baseline.items()
+              if len(losses[name]) == fewest and not math.isnan(error)]  # fmt: skip
+    return baseline, fewest, visible_gap(max(errors, default=0.0), 1, 1), [*lines.values()]
 
 
 def paired_gaps(losses: dict[str, dict[int, float]]) -> dict[str, tuple[float, float]]:
@@ -232,23 +227,27 @@ def _source(words: Sequence[str]) -> str:
 
 
 def _speed(words: Sequence[str], speeds: dict[str, float]) -> str:
-    """Return the speed of a recipe relative to nvfp4, with every block quantized."""
+    """Return the speed of a recipe, with every block quantized."""
     changes = set(words[3::2])
     if words[1] not in speeds or changes - {"bf16_blocks=none"}:
         return "not measured"
-    return f"{speeds['nvfp4'] / speeds[words[1]]:.2f}"
+    return f"{speeds[words[1]]:.2f}"
 
 
-def read_speeds(file: Path) -> tuple[dict[str, float], str]:
-    """Return milliseconds of forward and backward by recipe, and the GPU, of a benchmark's file."""
-    measured = json.loads(file.read_text())
-    times = {row["contender"]: row["both"]["median_ms"] for row in measured["rows"]}
-    speeds = {name.removesuffix(" in TE"): ms for name, ms in times.items() if name.endswith("TE")}
-    for after in [name for name in speeds if name.endswith(LAST_PART)]:
-        before = after.removesuffix(LAST_PART)
-        share = load_recipes([before + LATE]).switches[0].at
-        speeds[before + LATE] = share * speeds[before] + (1 - share) * speeds[after]
-    return speeds | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
+def read_speeds(files: Sequence[Path]) -> tuple[dict[str, float], str]:
+    """Return the speed of each recipe relative to nvfp4 in the same file, and the GPU."""
+    speeds: dict[str, float] = {}
+    for file in files:
+        measured = json.loads(file.read_text())
+        measured_ms = {row["contender"]: row["both"]["median_ms"] for row in measured["rows"]}
+        times = {name.removesuffix(IN_TE): ms for name, ms in measured_ms.items() if IN_TE in name}
+        times["bf16"] = measured_ms["TE BF16"]
+        for after in [name for name in times if name.endswith(LAST_PART)]:
+            before = after.removesuffix(LAST_PART)
+            share = load_recipes([before + LATE]).switches[0].at
+            times[before + LATE] = share * times[before] + (1 - share) * times[after]
+        speeds = {name: times[REFERENCE] / ms for name, ms in times.items()} | speeds
+    return speeds, measured["machine"]["gpu"]
 
 
 def provenance(runs: Sequence[dict], root: str = "..") -> dict[str, str]:
@@ -265,28 +264,28 @@ def provenance(runs: Sequence[dict], root: str = "..") -> dict[str, str]:
     }
 
 
-def page(runs: Sequence[dict], speeds_file: Path) -> str:
+def page(runs: Sequence[dict], speeds_files: Sequence[Path]) -> str:
     """Return the page's text."""
-    cut, runs = ([run for run in runs if ("cut" in run) == wanted] for wanted in (True, False))
-    speeds, gpu = read_speeds(speeds_file)
-    baseline, visible, lines = rows(runs, speeds)
+    speeds, gpu = read_speeds(speeds_files)
+    baseline, fewest, visible, lines = rows(runs, speeds)
     return render(
-        "leaderboard", seeds=len({run["seed"] for run in runs}), baseline=baseline, lines=lines,
-        visible=visible, cut=cut_rows(cut), speeds=speeds_file.name, gpu=gpu,
+        "leaderboard", baseline=baseline, fewest=fewest, visible=visible, lines=lines,
+        speeds=[file.name for file in speeds_files], gpu=gpu, pictured=len(drawn(runs)) > 1,
         **provenance(runs, "../.."),
     )  # fmt: skip
 
 
-def cut_rows(runs: Sequence[dict]) -> list[list[object]]:
-    """Return the table's rows of runs that were cut."""
-    lines = []
-    for name in dict.fromkeys(run["name"] for run in runs):
-        cut = [run for run in runs if run["name"] == name]
-        ratios = [run["gap"] for run in cut]
-        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
-        at = f"{100 * min(run['cut'] for run in cut):.0f}%"
-        lines.append([name, len(cut), at, shown_gap(statistics.fmean(ratios), error)])
-    return lines
+def drawn(runs: Sequence[dict]) -> list[Contender]:
+    """Return the stored curves of each row that has two or more, the baseline first."""
+    stored: dict[str, dict[int, LossCurve]] = {}
+    for run in sorted(runs, key=lambda run: _quantizes(_recipe(run))):
+        if "losses" in run:
+            stored.setdefault(run["name"], {})[run["seed"]] = curve_of(run)
+    return [
+        Contender(name, tuple(curves.values()), tuple(curves))
+        for name, curves in stored.items()
+        if len(curves) > 1
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -295,16 +294,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     args = made.parse_args(argv)
     kept = json.loads(args.results.read_text()) if args.results.is_file() else []
-    new: list[dict[str, Any]] = []
-    for folder in args.folders:
-        finished = list(finished_runs(folder))
-        new += [*(kept_of(*run) for run in finished), *cut_runs(folder, finished)]
-    runs = merge(kept, new)
+    runs = merge(kept, [kept_of(*run) for folder in args.folders for run in finished_runs(folder)])
     if not runs:
         made.error("no runs: give the folder of a study")
-    text = page(runs, SPEEDS)
-    args.results.write_text(json.dumps(runs, indent=1) + "\n")
+    text, contenders = page(runs, SPEEDS), drawn(runs)
+    lines = ",\n".join(map(json.dumps, runs))
+    args.results.write_text(f"[\n{lines}\n]\n")
     args.page.write_text(text, encoding="utf-8")
+    if len(contenders) > 1:
+        PICTURE.write_bytes(picture(contenders, SHARE))
 
 
 if __name__ == "__main__":

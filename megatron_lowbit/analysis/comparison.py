@@ -73,7 +73,7 @@ def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
     return float(losses[-_final_count(curve, share) :].mean())
 
 
-def _final_count(curve: LossCurve, share: float = FINAL_SHARE) -> int:
+def _final_count(curve: LossCurve, share: float) -> int:
     last = curve.iterations.max(initial=0)
     return max(1, int((curve.iterations > round((1 - share) * last)).sum()))
 
@@ -99,9 +99,12 @@ def spikes(curve: LossCurve) -> float:
     return spike_score(curve.losses) if is_whole else math.nan
 
 
-def compare(contenders: Sequence[Contender]) -> list[Row]:
-    """Compute a row for each contender, with gaps to the first, the baseline, by :func:`gaps`."""
-    losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
+def compare(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> list[Row]:
+    """Compute a row for each contender, with gaps to the first, the baseline, by :func:`gaps`.
+
+    A final loss is the mean over ``share`` of a run.
+    """
+    losses = [[final_loss(curve, share) for curve in contender.curves] for contender in contenders]
     rows = []
     for contender, finals, (gap, error) in zip(
         contenders, losses, gaps(losses, _seeds(contenders)), strict=True
@@ -209,7 +212,7 @@ class GapCurve(NamedTuple):
     error: np.ndarray
 
 
-def gap_curves(contenders: Sequence[Contender]) -> list[GapCurve]:
+def gap_curves(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> list[GapCurve]:
     """Compute the gap of each name over training; the first is the baseline.
 
     As for a final loss, a seed's loss at an iteration is the mean over as many logged iterations,
@@ -218,13 +221,15 @@ def gap_curves(contenders: Sequence[Contender]) -> list[GapCurve]:
     baseline = contenders[0].curves
     iterations = reduce(np.intersect1d, (curve.iterations for curve in baseline))
     tokens = baseline[0].tokens[np.isin(baseline[0].iterations, iterations)]
-    losses = [[_losses_at(iterations, c) for c in contender.curves] for contender in contenders]
+    losses = [
+        [_losses_at(iterations, c, share) for c in contender.curves] for contender in contenders
+    ]
     return [GapCurve(tokens, gap, error) for gap, error in gaps(losses, _seeds(contenders))]
 
 
-def _losses_at(iterations: np.ndarray, curve: LossCurve) -> np.ndarray:
+def _losses_at(iterations: np.ndarray, curve: LossCurve, share: float) -> np.ndarray:
     """Return averaged losses at these iterations, NaN at those that a run has not logged."""
-    means = recent_means(curve.losses, _final_count(curve))
+    means = recent_means(curve.losses, _final_count(curve, share))
     losses = np.full(len(iterations), np.nan)
     _, here, there = np.intersect1d(iterations, curve.iterations, return_indices=True)
     losses[here] = means[there]

@@ -111,13 +111,13 @@ def _known(value: float, form: str, before: str = "") -> str:
 _PANELS = 4
 
 
-def picture(contenders: Sequence[Contender]) -> bytes:
-    """Draw a comparison as a PNG.
+def picture(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> bytes:
+    """Draw a comparison as a PNG, with final losses over ``share`` of a run.
 
     Up to eight names are colors of two panels: losses of all seeds, and gaps to the first name.
     More have a panel each, only of their gaps.
     """
-    rows, curves = compare(contenders), gap_curves(contenders)
+    rows, curves = compare(contenders, share), gap_curves(contenders, share)
     if len(contenders) <= 8:
         figure = _draw_in_colors(contenders, rows, curves)
     else:

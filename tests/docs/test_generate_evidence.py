@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from evidence import curve_of, table
+from evidence import restored, table
 
 from megatron_lowbit.analysis.comparison import Contender, compare
 
@@ -12,7 +12,7 @@ from megatron_lowbit.analysis.comparison import Contender, compare
 def contender():
     def build(name: str, loss: float, *validation: float) -> Contender:
         kept = {"every": 1, "tokens": 2000, "losses": [loss] * 20}
-        curves = [curve_of(kept | {"validation_loss": one}) for one in validation]
+        curves = [restored(kept | {"validation_loss": one}) for one in validation]
         return Contender(name, tuple(curves))
 
     return build

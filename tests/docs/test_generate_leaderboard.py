@@ -10,6 +10,7 @@ import leaderboard
 import pytest
 from pages import write_finished
 
+from megatron_lowbit.analysis.comparison import gap_curves
 from megatron_lowbit.recipes.command import main as recipes
 from megatron_lowbit.study.command import main as study
 
@@ -36,6 +37,11 @@ def bf16(write, *losses: float) -> Path:
     for seed, loss in enumerate(losses, 1):
         folder = write("bf16", seed, loss, "--precision-recipe", "bf16")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def picture_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "PICTURE", tmp_path / "leaderboard.png")
 
 
 def built(tmp_path, *folders: Path) -> list[list[str]]:
@@ -77,38 +83,37 @@ def test_the_table(write, tmp_path):
     assert float(mine[7]) == pytest.approx((2 * 16 + 4 * 4.25) / 6, abs=0.005)
     assert nvfp4[8] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
     text = " ".join((tmp_path / "page.md").read_text().split())
-    assert f"A gap of {2.8416 * error:.2g}% exceeds" in text
-    assert "1M tokens, 2 seeds per row" in text
+    assert f"With 2 seeds, a gap of {2.8416 * error:.2g}% exceeds" in text
+    assert "1M tokens, 2 seeds or more per row" in text
     assert "[examples/gpt-60m.args](../../examples/gpt-60m.args)" in text and "GPU, 2, abc." in text
 
 
-def test_runs_that_were_cut(write, tmp_path):
-    """The mean before the cut against nvfp4's same iterations; once a run has ended, its row."""
+def test_a_run_that_has_not_finished_is_no_row(write, tmp_path):
     folder = bf16(write, 2.0, 2.2)
     for seed in (1, 2):
         write("nvfp4", seed, 2.3, *NVFP4)
         write("mine", seed, 2.1, "--precision-recipe", "mxfp8")
-        path = folder / f"mine-{seed}"
-        state = json.loads((path / "study.json").read_text())
-        (path / "study.json").write_text(json.dumps(state | {"finished": False}))
-        lines = (path / "metrics.jsonl").read_text().splitlines()
-        losses = [9.0 + seed / 10] * 60 + [9.9] * 5
-        kept = [json.dumps(json.loads(line) | {"lm_loss": loss})
-                for line, loss in zip(lines, losses, strict=False)]  # fmt: skip
-        (path / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-    built(tmp_path, folder)
-    gaps = [(5 * (9.0 + seed / 10) + 5 * 9.9) / 10 / 9.0 - 1 for seed in (1, 2)]
-    error = 100 * statistics.stdev(gaps) / math.sqrt(2)
-    row = f"| mine | 2 | 65% | {100 * statistics.fmean(gaps):+.2f}% ± {error:.2f} |"
-    assert row in (tmp_path / "page.md").read_text()
-    for path in folder.glob("mine-*"):
-        path.rename(tmp_path / path.name)
-    built(tmp_path, folder)
-    assert row in (tmp_path / "page.md").read_text()
-    for seed in (1, 2):
-        write("mine", seed, 2.1, "--precision-recipe", "mxfp8")
-    assert [cells[0] for cells in built(tmp_path, folder)] == ["bf16", "mine", "nvfp4"]
-    assert "65%" not in (tmp_path / "page.md").read_text()
+        file = folder / f"mine-{seed}" / "study.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"finished": False}))
+    assert [row[0] for row in built(tmp_path, folder)] == ["bf16", "nvfp4"]
+
+
+def test_rows_with_two_stored_curves_are_drawn(write, tmp_path):
+    """Their gaps end at those of the table; the baseline is first, wherever its runs are stored."""
+    write("mine", 1, 2.02, "--precision-recipe", "mxfp8")
+    folder = bf16(write, 2.0, 2.2, 2.4)
+    write("mine", 3, 2.412, "--precision-recipe", "mxfp8")
+    write("nvfp4", 1, 2.3, *NVFP4)
+    table = built(tmp_path, folder)
+    runs = json.loads((tmp_path / "kept.json").read_text())
+    contenders = leaderboard.drawn(runs)
+    assert [(c.name, c.seeds) for c in contenders] == [("bf16", (1, 2, 3)), ("mine", (1, 3))]
+    curve = gap_curves(contenders, leaderboard.SHARE)[1]
+    assert curve.tokens[-1] == 1_000_000 and curve.gap[-1] == pytest.approx(0.0075)
+    assert next(row for row in table if row[0] == "mine")[4].startswith("+0.75%")
+    assert "leaderboard.png" in (tmp_path / "page.md").read_text()
+    old = [{key: run[key] for key in run if key != "losses"} for run in runs]
+    assert leaderboard.drawn(old) == []
 
 
 def test_runs_are_kept(write, tmp_path):
@@ -216,9 +221,16 @@ def test_a_recipe_of_ones_own_in_three_commands(tmp_path, monkeypatch, capsys):
 
 def test_a_recipe_that_switches_has_the_speed_of_both_parts(tmp_path):
     """Four fifths of a run are torchao-v2's."""
-    measured = json.loads(leaderboard.SPEEDS.read_text())
-    last = {"contender": "torchao-v2 fprop=null in TE", "both": {"median_ms": 100.0}}
-    file = tmp_path / "speeds.json"
-    file.write_text(json.dumps(measured | {"rows": [*measured["rows"], last]}))
-    speeds, _ = leaderboard.read_speeds(file)
-    assert speeds["torchao-v2-late-bf16"] == pytest.approx(0.8 * speeds["torchao-v2"] + 20)
+    times = {"TE BF16": 90, "nvfp4 in TE": 100, "torchao-v2 in TE": 125,
+             "torchao-v2 fprop=null in TE": 100}  # fmt: skip
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    write_speeds(first, times)
+    write_speeds(second, {"TE BF16": 50, "nvfp4 in TE": 50, "mxfp8 in TE": 40})
+    speeds, _ = leaderboard.read_speeds([first, second])
+    assert speeds["torchao-v2-late-bf16"] == pytest.approx(100 / (0.8 * 125 + 0.2 * 100))
+    assert (speeds["mxfp8"], speeds["bf16"]) == (1.25, pytest.approx(1 / 0.9))
+
+
+def write_speeds(file: Path, times: dict[str, float]) -> None:
+    rows = [{"contender": name, "both": {"median_ms": ms}} for name, ms in times.items()]
+    file.write_text(json.dumps({"machine": {"gpu": "GPU"}, "rows": rows}))
