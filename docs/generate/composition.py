@@ -108,8 +108,9 @@ def page(cells: Cells, machines: Sequence[Mapping[str, Any]]) -> str:
             for pair, row in by_pair.items()]  # fmt: skip
     return render(
         "composition", pairs=rows, messages=messages, bounds=bounds(), outcomes=names,
-        machines=[f"{x['gpus']} x {x['gpu']}" if x["gpus"] else f"{x['cpu']}, gloo"
-                  for x in machines],
+        machines=dict.fromkeys(
+            f"{x['gpus']} x {x['gpu']}" if x["gpus"] else f"{x['cpu']}, gloo" for x in machines
+        ),
         counts=[[f"{layers}, `{recipe}`", *(count[name] for name in names)]
                 for (layers, recipe), count in zip(COLUMNS, outcomes, strict=True)],
         features=[(f"`{name}`", feature.shown or f"`{feature.options}`")
