@@ -72,7 +72,7 @@ def kept_of(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
 
 
 def stored_curve(curve: LossCurve) -> dict[str, Any]:
-    """Return what a file keeps of a curve: tokens, iterations between losses, and the losses."""
+    """Return the stored part of a curve: tokens, iterations between losses, and the losses."""
     return {
         "tokens": int(curve.tokens[-1]),
         "every": int(curve.iterations[1] - curve.iterations[0]),
@@ -144,11 +144,13 @@ def rows(
                 f"error: {name}: seeds {[*by_seed]}, {baseline}'s {[*baseline_losses]}"
             )
     from_baseline = paired_gaps(losses)
+    reference = losses.get(REFERENCE, {})
     others = {
-        name: by_seed for name, by_seed in losses.items() if name not in (baseline, REFERENCE)
+        name: {seed: by_seed[seed] for seed in by_seed if seed in reference}
+        for name, by_seed in losses.items()
+        if name not in (baseline, REFERENCE) and by_seed.keys() & reference.keys()
     }
-    has_reference = REFERENCE in losses
-    from_reference = paired_gaps({REFERENCE: losses[REFERENCE], **others}) if has_reference else {}
+    from_reference = paired_gaps({REFERENCE: reference, **others}) if reference else {}
     lines: dict[str, list[object]] = {}
     for name in sorted(losses, key=lambda name: (name != baseline, _rank(*from_baseline[name]))):
         words = next(iter(by_name[name].values()))["recipe"]
@@ -158,7 +160,7 @@ def rows(
             len(losses[name]),
             f"{statistics.fmean(losses[name].values()):.4f}",
             "" if name == baseline else shown_gap(*from_baseline[name]),
-            shown_gap(*from_reference[name]) if has_reference and name in others else "",
+            shown_gap(*from_reference[name]) if name in others else "",
             _speed(words, speeds),
             f"{_bits(recipes[name]):.3g}",
             f"`{shlex.join(words)}`",

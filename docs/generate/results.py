@@ -13,7 +13,6 @@ H100's steps that README's picture shows are required.
 
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -28,7 +27,6 @@ from leaderboard import (
     paired_gaps,
     provenance,
     shown_gap,
-    split,
 )  # fmt: skip
 from render import RESULTS, ROOT, parser, recipe_section, render, replace_sections
 from results_pictures import Bars, draw_curves, draw_steps, is_own
@@ -48,18 +46,17 @@ from steps import (
 )
 
 from megatron_lowbit.analysis.loss_curve import LossCurve
-from megatron_lowbit.study.definition import Job, read_study, training_words
+from megatron_lowbit.study.definition import read_study
 
 STUDY = ROOT / "examples" / "studies" / "flagship.yaml"
 RECOMMENDED = {
     "mxfp8": "pretraining on H100 and H200",
     "mxfp8 with its output layer": "faster, with a larger loss gap",
     "fp8-tile": "pretraining with the blocks of DeepSeek-V3, which servers load directly",
-    "torchao-v2-late-bf16": "NVFP4 in all GEMMs with the smallest loss gap",
+    "nvfp4-backward": "NVFP4 gradients at an indistinguishable loss; forward in MXFP8",
     "nvfp4": "NVIDIA's NVFP4 pretraining",
 }
 """Recipes of README's table, and their use."""
-DATA = "--data-path data/linux --tokenizer-model data/linux-tokenizer"
 
 
 def kept_run(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
@@ -72,13 +69,9 @@ def kept_run(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
     if math.isnan(speed) or not len(curve.validation_losses):
         raise SystemExit(f"error: {state['name']}, seed {state['seed']}: no validation or no speed")
     tokens_per_step = curve.tokens[-1] / curve.iterations[-1]
-    job = Job(state["name"], state["seed"], Path(), ["python", *state["command"]])
-    recipe, rest = split(training_words(job))
-    given = ["--seed", str(state["seed"]), *DATA.split(), "--save", f"runs/{state['name']}"]
     validation = zip(curve.validation_iterations, curve.validation_losses, strict=True)
     return {
         **kept_of(state, curve),
-        "command": shlex.join(["lowbit-pretrain", *rest, *recipe, *given]),
         "tokens_per_s": round(speed),
         "validation": [
             [int(tokens_per_step * iteration), round(float(loss), 5)]
