@@ -99,7 +99,7 @@ def test_a_run_that_has_not_finished_is_no_row(write, tmp_path):
 
 
 def test_rows_with_two_stored_curves_are_drawn(write, tmp_path):
-    """Their gaps end at the gaps of the table; the baseline is first, wherever its runs are stored."""
+    """Their gaps end at the table's; the baseline is first, wherever its runs are stored."""
     write("mine", 1, 2.02, "--precision-recipe", "mxfp8")
     folder = bf16(write, 2.0, 2.2, 2.4)
     write("mine", 3, 2.412, "--precision-recipe", "mxfp8")
