@@ -278,16 +278,21 @@ def page(runs: Sequence[dict], speeds_files: Sequence[Path]) -> str:
 
 
 def drawn(runs: Sequence[dict]) -> list[Contender]:
-    """Return the stored curves of each row that has two or more, the baseline first."""
+    """Return the stored curves of each row with two or more seeds of the baseline, which is first.
+
+    Other seeds are ignored: their gaps would not be paired.
+    """
     stored: dict[str, dict[int, LossCurve]] = {}
     for run in sorted(runs, key=lambda run: _quantizes(_recipe(run))):
         if "losses" in run:
             stored.setdefault(run["name"], {})[run["seed"]] = curve_of(run)
-    return [
-        Contender(name, tuple(curves.values()), tuple(curves))
-        for name, curves in stored.items()
-        if len(curves) > 1
-    ]
+    baseline = next(iter(stored.values()), {})
+    contenders = []
+    for name, curves in stored.items():
+        seeds = tuple(seed for seed in curves if seed in baseline)
+        if len(seeds) > 1:
+            contenders.append(Contender(name, tuple(curves[seed] for seed in seeds), seeds))
+    return contenders
 
 
 def main(argv: Sequence[str] | None = None) -> None:
