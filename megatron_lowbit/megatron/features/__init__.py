@@ -18,11 +18,12 @@ class Feature:
 
     Attributes:
         run: the run's ``RecipeHook``: its recipe, arguments, chunks, layer states, and checkpoint.
+        argument: argument that turns the feature on, if one alone does.
         submodule: name under which checkpoints of a chunk include the feature's tensors, if any.
         prefix: start of those tensors' keys in a checkpoint in the format torch_dist.
     """
 
-    submodule, prefix = "", ""
+    argument, submodule, prefix = "", "", ""
 
     def __init__(self, run: Any) -> None:
         self.run = run
@@ -30,7 +31,7 @@ class Feature:
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
         """Return True for a run that has the feature."""
-        return True
+        return not cls.argument or bool(getattr(args, cls.argument))
 
     def check_rank(self) -> None:
         """Raise UserError if this rank's layers do not fit."""

@@ -7,7 +7,6 @@ quantizes the normalized rows along tokens.
 """
 
 import weakref
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.recipes import Recipe
 
 
 class PrecomputedNorm(torch.nn.Module):
@@ -102,9 +100,7 @@ class _AddAndNormalize:
 class FusedAllReduceNorm(Feature):
     """The fused operation in a GPT's chunks."""
 
-    @classmethod
-    def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        return args.fused_allreduce_norm
+    argument = "fused_allreduce_norm"
 
     def install(self) -> None:
         """Install the operation."""

@@ -10,7 +10,6 @@ Source: the dispatch in FP8 of "DeepSeek-V3 Technical Report" (arXiv 2412.19437)
 """
 
 import re
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.megatron.layers.state import LayerState
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.gemms import Gemm, Role
-from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe
+from megatron_lowbit.recipes import Layer, LinearPrecision
 
 FLAG = "--quantized-expert-dispatch"
 _FC1 = re.compile(r"(.*\.experts)\.local_experts\.\d+\.linear_fc1$")
@@ -40,9 +39,7 @@ _FC1 = re.compile(r"(.*\.experts)\.local_experts\.\d+\.linear_fc1$")
 class ExpertDispatch(Feature):
     """Dispatchers of this rank's chunks that send codes where the experts' input is quantized."""
 
-    @classmethod
-    def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        return args.quantized_expert_dispatch
+    argument = "quantized_expert_dispatch"
 
     def check(self, layers: Sequence[Layer]) -> None:
         """Raise UserError unless all experts of a layer take codes, or none does, at any time."""

@@ -53,14 +53,12 @@ class QuantizationLog(Feature):
     ``norms/PATH/FIGURE``.
     """
 
+    argument = "log_quantization_error_interval"
+
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self._iteration = 0
         self._measured: dict[str, Measurement | NormStatistics] = {}
-
-    @classmethod
-    def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        return args.log_quantization_error_interval != 0
 
     def begin_step(self, iteration: int, training: bool) -> None:
         """Begin to measure an iteration at the interval."""

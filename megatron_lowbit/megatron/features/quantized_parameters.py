@@ -10,7 +10,6 @@ Buffers, gradients and optimizer are Megatron-LM's. The codes equal a run's with
 the bit: both quantize the FP32 parameters rounded to BF16.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.megatron.features.stored_bucket import StoredBucket
 from megatron_lowbit.megatron.layers.state import weights_of
 from megatron_lowbit.megatron.run.errors import say_on_rank_0
-from megatron_lowbit.recipes import Layer, Recipe
+from megatron_lowbit.recipes import Layer
 
 FLAG = "--quantized-param-gather"
 
@@ -52,7 +51,7 @@ class _Group:
 class QuantizedParameters(Feature):
     """Stored weights of this rank's chunks, and the moments at which they are written and freed."""
 
-    submodule = "quantized_parameters"
+    argument, submodule = "quantized_param_gather", "quantized_parameters"
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
@@ -60,10 +59,6 @@ class QuantizedParameters(Feature):
         self._groups: list[_Group] = []
         self._is_built = False
         self._is_new = True  # the optimizer's parameters are not synchronized yet
-
-    @classmethod
-    def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        return args.quantized_param_gather
 
     def check_rank(self) -> None:
         """Raise UserError for a layer whose kernels take no codes of this project."""

@@ -25,7 +25,7 @@ from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.megatron.layers.specs import change_parts
 from megatron_lowbit.numerics.mxnorm import MXNorm
-from megatron_lowbit.recipes import Layer, Recipe
+from megatron_lowbit.recipes import Layer
 
 
 class MXNormColumnParallelLinear(ColumnParallelLinear):
@@ -63,9 +63,7 @@ def mxnorm_of(args: Namespace) -> MXNorm | None:
 class MXNormLayers(Feature):
     """Layers of a model with MXNorm in place of RMSNorm."""
 
-    @classmethod
-    def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
-        return args.mxnorm
+    argument = "mxnorm"
 
     def check(self, layers: Sequence[Layer]) -> None:
         """Raise UserError if the recipe quantizes a layer without blocks for MXNorm."""
