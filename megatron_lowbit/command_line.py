@@ -22,10 +22,7 @@ _FILES = ("PATH", "FILE", "DIR", "FOLDER", "PREFIX", "NAME_OR_FILE")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser that raises a one-line UserError on bad input and shows units and defaults in help.
-
-    With ``fromfile_prefix_chars``, files of arguments are read by :func:`expand_files`.
-    """
+    """Parser that raises a one-line UserError on bad input and shows units and defaults in help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **settings})
@@ -33,9 +30,6 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a UserError instead of printing the usage and exiting."""
         raise UserError(message)
-
-    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
-        return expand_files(arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
