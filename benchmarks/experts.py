@@ -15,7 +15,6 @@ unless there are very many: ``kernels_us`` in the JSON.
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -212,14 +211,7 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
 
 def _cpu_ms(step: Step) -> float:
     """Return the CPU's time of a call that does not wait for the GPU: the least of some turns."""
-    times = []
-    for _ in range(3):
-        timing.synchronize()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            step(lambda: None)
-        times.append(1e3 * (time.perf_counter() - begin) / CALLS)
-    return min(times)
+    return min(timing.mean_ms(partial(step, lambda: None), CALLS) for _ in range(3))
 
 
 def _kernels(step: Step) -> list[tuple[str, float]]:

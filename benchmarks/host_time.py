@@ -36,24 +36,16 @@ def run(names: Sequence[str], turns: int = TURNS) -> list[dict]:
         return linear.step(linear.CONTENDERS[name].make(SIZE), x, grad)
 
     steps, refused = timing.build({name: partial(builder, name) for name in names})
-    times = timing.in_turns({name: partial(_microseconds, s) for name, s in steps.items()}, turns)
-    medians = {name: statistics.median(microseconds) for name, microseconds in times.items()}
+    calls = {name: partial(step, lambda: None) for name, step in steps.items()}
+    times = timing.in_turns({n: partial(timing.mean_ms, c, CALLS) for n, c in calls.items()}, turns)
+    medians = {name: 1e3 * statistics.median(ms) for name, ms in times.items()}
     rows = []
-    for name, microseconds in times.items():
-        row = {"median_us": round(medians[name], 1), "fastest_us": round(min(microseconds), 1)}
+    for name, ms in times.items():
+        row = {"median_us": round(medians[name], 1), "fastest_us": round(1e3 * min(ms), 1)}
         ratios = {key: medians[name] / medians[p] for key, p in PEERS.items() if p in medians}
         ratios = {key: round(ratio, 2) for key, ratio in ratios.items()}
         rows.append({"contender": name, **row, **ratios})
     return rows + [{"contender": name, "refused": why} for name, why in refused.items()]
-
-
-def _microseconds(step: Step) -> float:
-    """Time a turn on an idle GPU; return microseconds a call."""
-    timing.synchronize()
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        step(lambda: None)
-    return 1e6 * (time.perf_counter() - begin) / CALLS
 
 
 COLUMNS = {key: key for key in ("median_us", "fastest_us", *PEERS)}

@@ -57,14 +57,7 @@ def layer(name: str, shape: Shape) -> Call:
 
 def milliseconds(call: Call) -> float:
     """Return the median time of a call, of turns of several in a row."""
-    times = []
-    for _ in range(TURNS + 1):
-        timing.synchronize()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        timing.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin) / CALLS)
+    times = [timing.mean_ms(call, CALLS, wait=True) for _ in range(TURNS + 1)]
     return statistics.median(times[1:])
 
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,37 +42,30 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Stopwatch:
-    """Moments of one step: when it began, its marks, its end."""
+def _moments(step: Step, flush: Tensor | None) -> list:
+    """Run a step; return when it began, its marks and its end, on the time line of a GPU if any."""
+    moments: list = []
 
-    def __init__(self) -> None:
-        self.moments: list = []
-
-    def mark(self) -> None:
-        """Record this moment, on the GPU's own time line where there is one."""
+    def mark() -> None:
         if torch.cuda.is_available():
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
+            moments.append(torch.cuda.Event(enable_timing=True))
+            moments[-1].record()
         else:
-            moment = time.perf_counter()
-        self.moments.append(moment)
+            moments.append(time.perf_counter())
 
-    def laps(self) -> list[float]:
-        """Return milliseconds between the moments; synchronize before."""
-        pairs = zip(self.moments, self.moments[1:], strict=False)
-        if torch.cuda.is_available():
-            return [begin.elapsed_time(end) for begin, end in pairs]
-        return [1e3 * (end - begin) for begin, end in pairs]
-
-
-def _timed(step: Step, flush: Tensor | None = None) -> Stopwatch:
     if flush is not None:
         flush.zero_()
-    watch = Stopwatch()
-    watch.mark()
-    step(watch.mark)
-    watch.mark()
-    return watch
+    mark()
+    step(mark)
+    mark()
+    return moments
+
+
+def _laps(moments: list) -> list[float]:
+    """Return milliseconds between moments; synchronize before."""
+    if torch.cuda.is_available():
+        return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
+    return [1e3 * (end - begin) for begin, end in pairwise(moments)]
 
 
 def measure(
@@ -93,17 +87,17 @@ def measure(
     for turn in range(TURNS):
         for name, step in order.sample(list(steps.items()), len(steps)):
             share = counts[name] * (turn + 1) // TURNS - counts[name] * turn // TURNS
-            watches = [_timed(step, cold) for _ in range(share)]
+            repetitions = [_moments(step, cold) for _ in range(share)]
             synchronize()
-            laps[name] += [watch.laps() for watch in watches]
+            laps[name] += map(_laps, repetitions)
     return laps
 
 
 def _repetitions(step: Step, seconds: float, cold: Tensor | None) -> int:
     for _ in range(WARMUP):
-        last = _timed(step, cold)
+        last = _moments(step, cold)
         synchronize()
-    return max(3, math.ceil(1e3 * seconds / max(sum(last.laps()), 1e-3)))
+    return max(3, math.ceil(1e3 * seconds / max(sum(_laps(last)), 1e-3)))
 
 
 def spread(milliseconds: Iterable[float]) -> dict[str, float]:
@@ -123,12 +117,21 @@ def phases(laps: list[list[float]]) -> dict[str, dict[str, float]]:
     return {name: spread(lap) for name, lap in (parts | {"both": map(sum, laps)}).items()}
 
 
-def in_turns(
-    steps: dict[str, Callable[[], float]], turns: int, seed: int = 0
-) -> dict[str, list[float]]:
+def mean_ms(call: Callable[[], object], calls: int, wait: bool = False) -> float:
+    """Time calls in a row on an idle GPU: the CPU's time of one, with ``wait`` also the GPU's."""
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if wait:
+        synchronize()
+    return 1e3 * (time.perf_counter() - begin) / calls
+
+
+def in_turns(steps: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
     """Return the results of each step in each turn; turns have different orders."""
     values: dict[str, list[float]] = {name: [] for name in steps}
-    order = random.Random(seed)
+    order = random.Random(0)
     for _ in range(turns):
         for name, step in order.sample(list(steps.items()), len(steps)):
             values[name].append(step())
