@@ -133,7 +133,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     run = lambda case, gpus: run_case(case, args.iterations, gpus)  # noqa: E731
     titles = {name: model["title"] for name, model in MODELS.items()}
-    run_cases(
-        fitting, run, args, len(args.gpus), args.gpus, gpus_of=lambda case: case.gpus,
-        models=titles, peak_tflops=PEAK_TFLOPS,
-    )  # fmt: skip
+    run_cases(fitting, run, args, len(args.gpus), args.gpus, models=titles, peak_tflops=PEAK_TFLOPS)

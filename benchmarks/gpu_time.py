@@ -174,8 +174,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     training_steps.add_gpus(parser)
     args = parser.parse_args(argv)
     fitting = {case.name: case for case in cases() if case.gpus <= len(args.gpus)}
-    rows = run_cases(
-        fitting, profile, args, len(args.gpus), args.gpus, gpus_of=lambda case: case.gpus
-    )
+    rows = run_cases(fitting, profile, args, len(args.gpus), args.gpus)
     columns = {kind: f"milliseconds.{kind}" for kind in _COLUMNS}
     Console(width=150).print(table(rows, "GPU time of a step, ms", columns, name="case"))

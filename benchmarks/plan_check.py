@@ -113,5 +113,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     run_cases(
         lacking, lambda case, devices: run_case(case, devices, more), args, number,
-        list(map(str, range(number))), name_of, lambda case: case.gpus,
+        list(map(str, range(number))), name_of,
     )  # fmt: skip

@@ -54,11 +54,12 @@ def add_ratios(rows: Iterable[Row], key: str, base: str, *of: str) -> None:
     rows = [row for row in rows if "refused" not in row]
     other = next((row for row in rows if row["contender"] == base), None)
     for row in rows if other is not None else ():
-        ratios = {path: round(_ms(other, path) / _ms(row, path), 3) for path in of}
+        ratios = {path: round(_at(other, path) / _at(row, path), 3) for path in of}
         row[key] = ratios if len(of) > 1 else ratios[of[0]]
 
 
-def _ms(row: Row, path: str) -> float:
+def _at(row: Row, path: str) -> Any:
+    """Return a figure of a row, of repetitions their median."""
     value = value_at(row, path)
     return value["median_ms"] if isinstance(value, Mapping) else value
 
@@ -76,14 +77,12 @@ def table(
     """
     shown = Table(name, *columns, title=title)
     for row in rows:
-        figures = [value_at(row, path) for path in columns.values()]
+        figures = [_at(row, path) for path in columns.values()]
         shown.add_row(row[name], *map(_figure, [row["refused"]] if "refused" in row else figures))
     return shown
 
 
 def _figure(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = value["median_ms"]
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -233,7 +233,6 @@ def run_cases(
     gpus: int,
     devices: Sequence[str | None] = (None,),
     name_of: Callable[[Mapping[str, Any]], str] = lambda row: row["case"],
-    gpus_of: Callable[[Any], int] = lambda case: 1,
     **head: Any,
 ) -> list[dict[str, Any]]:
     """Run the cases that the output lacks, in parallel on different devices.
@@ -245,9 +244,8 @@ def run_cases(
         run: function that makes a case's row, from the case and the devices that it may use.
         args: of ``cases_parser``.
         gpus: number of GPUs, for the record.
-        devices: numbers of GPUs; None: each case sees all of them.
+        devices: numbers of GPUs, of which a case takes as many as its ``gpus``; None: all of them.
         name_of: the case of a row.
-        gpus_of: number of devices that a case takes.
         head: more of the record.
     """
     begin, rows = time.monotonic(), records.read(args.output)
@@ -266,8 +264,9 @@ def run_cases(
 
     def add(name: str) -> bool:
         nonlocal rows
+        number = 1 if devices[0] is None else cases[name].gpus
         with taking:  # a case that waits for two devices is not overtaken
-            taken = [free.get() for _ in range(gpus_of(cases[name]))]
+            taken = [free.get() for _ in range(number)]
         try:
             if time.monotonic() - begin > args.seconds:
                 return False

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 from benchmarks import stored_weights, training_steps
 from benchmarks.training_steps import run_cases
@@ -37,10 +38,8 @@ def test_no_case_runs_on_a_device_that_another_has(tmp_path):
         taken.difference_update(own)
         return {"devices": devices}
 
-    cases = {f"{gpus} {n}": gpus for n in range(4) for gpus in (1, 2)}
-    rows = run_cases(
-        cases, run, arguments(tmp_path / "a.json"), 2, ["0", "1"], gpus_of=lambda gpus: gpus
-    )
+    cases = {f"{gpus} {n}": SimpleNamespace(gpus=gpus) for n in range(4) for gpus in (1, 2)}
+    rows = run_cases(cases, run, arguments(tmp_path / "a.json"), 2, ["0", "1"])
     assert sorted(row["case"] for row in rows) == sorted(cases)
     assert all(len(row["devices"]) == 2 * int(row["case"][0]) - 1 for row in rows)
     assert max(at_once) == 2
