@@ -14,7 +14,6 @@ from megatron_lowbit.conversion.families.experts import (
     QWEN3_MOE,
 )
 from megatron_lowbit.conversion.families.gemma import GEMMA, GEMMA3
-from megatron_lowbit.conversion.families.granite import GRANITE
 from megatron_lowbit.conversion.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
 from megatron_lowbit.conversion.families.interleaved import ERNIE, GLM, GLM4, HELIUM
 from megatron_lowbit.conversion.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
@@ -29,6 +28,7 @@ from megatron_lowbit.conversion.families.layer_norms import (
 from megatron_lowbit.conversion.families.llamas import (
     ARCEE,
     CWM,
+    GRANITE,
     LLAMA_WITH_BIASES,
     MINISTRAL,
     MISTRAL,

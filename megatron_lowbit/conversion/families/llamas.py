@@ -1,10 +1,12 @@
-"""Llamas with biases, windows, other names or an ungated MLP.
+"""Llamas with biases, windows, other names, an ungated MLP, or factors of what is added up.
 
-These are Mistral, Ministral, CWM, Qwen2, Seed-OSS, SmolLM3, Phi-3 and Arcee.
+These are Mistral, Ministral, CWM, Qwen2, Seed-OSS, SmolLM3, Phi-3, Arcee and Granite 3.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import (
@@ -30,6 +32,7 @@ from megatron_lowbit.conversion.family import (
     boolean,
     integer,
     number_of_layers,
+    positive_number,
     untied,
     window,
     windows,
@@ -187,4 +190,35 @@ ARCEE = replace(
     fixed={**LLAMA.fixed, "hidden_act": "relu2"},
     defaults={"rms_norm_eps": 1e-5},
     layers={**ATTENTION, **UNGATED_MLP},
+)
+
+
+def _inverse(value: Any) -> float:
+    return 1 / (value or 1.0)
+
+
+GRANITE = replace(
+    LLAMA_WITH_BIASES,
+    name="Granite",
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    arguments={**LLAMA_WITH_BIASES.arguments, "use_mup": True, "mup_attn_scale_power": 0.0},
+    entries={
+        **LLAMA_WITH_BIASES.entries,
+        "mup_embedding_mult": positive_number("embedding_multiplier", 1.0),
+        # The scale of attention scores is the root of this.
+        "mup_base_head_dim": Entry(
+            "attention_multiplier",
+            lambda entries: entries.number("attention_multiplier", 1.0, above=0) ** 2,
+            math.sqrt,
+        ),
+        "mup_output_mult": Entry(
+            "logits_scaling",
+            lambda entries: _inverse(entries.number("logits_scaling", 1.0, above=0)),
+            _inverse,
+        ),
+        "residual_multiplier": positive_number("residual_multiplier", 1.0)._replace(
+            write=lambda factor: factor or 1.0
+        ),
+    },
 )

@@ -1,15 +1,5 @@
 """Well-known architectures that Megatron-LM 0.19.2 does not compute, each with its reason."""
 
-from typing import NamedTuple
-
-
-class Refused(NamedTuple):
-    """Reason against an architecture, and the most similar one that is converted."""
-
-    reason: str
-    nearest: str
-
-
 _LLAMA, _MIXTRAL = "LlamaForCausalLM", "MixtralForCausalLM"
 _QWEN3, _QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 _GPT2 = "GPT2LMHeadModel"
@@ -20,53 +10,56 @@ _LATER_NORMS = "normalizes queries and keys after the rotary embeddings; Megatro
 _NO_INPUT_NORM = "has no norm before attention and MLP; Megatron-LM's layers begin with one"
 _PARALLEL = "computes attention and MLP in parallel; Megatron-LM's layers compute one by one"
 REFUSED = {
-    "ApertusForCausalLM": Refused("has the activation xIELU, which Megatron-LM lacks", _QWEN3),
-    "BloomForCausalLM": Refused(_ALIBI, _GPT2),
-    "Cohere2ForCausalLM": Refused(_PARALLEL, _LLAMA),
-    "CohereForCausalLM": Refused(_PARALLEL, _LLAMA),
-    "Ernie4_5_MoeForCausalLM": Refused(
+    "ApertusForCausalLM": ("has the activation xIELU, which Megatron-LM lacks", _QWEN3),
+    "BloomForCausalLM": (_ALIBI, _GPT2),
+    "Cohere2ForCausalLM": (_PARALLEL, _LLAMA),
+    "CohereForCausalLM": (_PARALLEL, _LLAMA),
+    "Ernie4_5_MoeForCausalLM": (
         "has a softmax router with biases of its choice; Megatron-LM has these biases for a "
         "sigmoid router",
         "Ernie4_5ForCausalLM",
     ),
-    "Exaone4ForCausalLM": Refused(_NO_INPUT_NORM, _QWEN3),
-    "FalconForCausalLM": Refused(_PARALLEL, _GPT2),
-    "FalconH1ForCausalLM": Refused(
+    "Exaone4ForCausalLM": (_NO_INPUT_NORM, _QWEN3),
+    "FalconForCausalLM": (_PARALLEL, _GPT2),
+    "FalconH1ForCausalLM": (
         "computes attention and Mamba-2 in parallel; Megatron-LM's blocks compute one by one",
         "BambaForCausalLM",
     ),
-    "FlexOlmoForCausalLM": Refused(_NORMS, _QWEN3_MOE),
-    "GPTJForCausalLM": Refused(_PARALLEL, _GPT2),
-    "GPTNeoXForCausalLM": Refused(_PARALLEL, _GPT2),
-    "Gemma2ForCausalLM": Refused(
-        "caps the scores of attention and the logits; Megatron-LM caps neither", "GemmaForCausalLM"
+    "FlexOlmoForCausalLM": (_NORMS, _QWEN3_MOE),
+    "GPTJForCausalLM": (_PARALLEL, _GPT2),
+    "GPTNeoXForCausalLM": (_PARALLEL, _GPT2),
+    "Gemma2ForCausalLM": (
+        "caps the scores of attention and the logits; Megatron-LM caps neither",
+        "GemmaForCausalLM",
     ),
-    "GraniteMoeForCausalLM": Refused(
-        "stores the experts of a layer in one tensor, which is not separated", "GraniteForCausalLM"
+    "GraniteMoeForCausalLM": (
+        "stores the experts of a layer in one tensor, which is not separated",
+        "GraniteForCausalLM",
     ),
-    "GraniteMoeHybridForCausalLM": Refused(
+    "GraniteMoeHybridForCausalLM": (
         "has a residual_multiplier, which neither Megatron-LM's hybrids nor this project's have",
         "BambaForCausalLM",
     ),
-    "HunYuanDenseV1ForCausalLM": Refused(_LATER_NORMS, _QWEN3),
-    "HunYuanMoEV1ForCausalLM": Refused(_LATER_NORMS, _QWEN3_MOE),
-    "JambaForCausalLM": Refused(_MAMBA1, "BambaForCausalLM"),
-    "MambaForCausalLM": Refused(_MAMBA1, "Mamba2ForCausalLM"),
-    "MiniMaxM2ForCausalLM": Refused(_NORMS, "Glm4MoeForCausalLM"),
-    "Ministral3ForCausalLM": Refused(
-        "scales queries by their positions, which Megatron-LM lacks", "MinistralForCausalLM"
+    "HunYuanDenseV1ForCausalLM": (_LATER_NORMS, _QWEN3),
+    "HunYuanMoEV1ForCausalLM": (_LATER_NORMS, _QWEN3_MOE),
+    "JambaForCausalLM": (_MAMBA1, "BambaForCausalLM"),
+    "MambaForCausalLM": (_MAMBA1, "Mamba2ForCausalLM"),
+    "MiniMaxM2ForCausalLM": (_NORMS, "Glm4MoeForCausalLM"),
+    "Ministral3ForCausalLM": (
+        "scales queries by their positions, which Megatron-LM lacks",
+        "MinistralForCausalLM",
     ),
-    "MptForCausalLM": Refused(_ALIBI, _GPT2),
-    "OPTForCausalLM": Refused("has MLPs with ReLU, which Megatron-LM lacks", _GPT2),
-    "Olmo2ForCausalLM": Refused(_NORMS, _QWEN3),
-    "Olmo3ForCausalLM": Refused(_NORMS, _QWEN3),
-    "OlmoeForCausalLM": Refused(_NORMS, _QWEN3_MOE),
-    "PhiForCausalLM": Refused(_PARALLEL, _LLAMA),
-    "Qwen3NextForCausalLM": Refused(
+    "MptForCausalLM": (_ALIBI, _GPT2),
+    "OPTForCausalLM": ("has MLPs with ReLU, which Megatron-LM lacks", _GPT2),
+    "Olmo2ForCausalLM": (_NORMS, _QWEN3),
+    "Olmo3ForCausalLM": (_NORMS, _QWEN3),
+    "OlmoeForCausalLM": (_NORMS, _QWEN3_MOE),
+    "PhiForCausalLM": (_PARALLEL, _LLAMA),
+    "Qwen3NextForCausalLM": (
         "has gated delta net layers, for which Megatron-LM needs Transformer Engine layers and "
         "flash-linear-attention; its local layers have none",
         _QWEN3_MOE,
     ),
-    "PhimoeForCausalLM": Refused("has a router by SparseMixer, which Megatron-LM lacks", _MIXTRAL),
+    "PhimoeForCausalLM": ("has a router by SparseMixer, which Megatron-LM lacks", _MIXTRAL),
 }
-"""Architectures by their names in config.json."""
+"""Reasons, each with the most similar architecture that is converted, by names in config.json."""
