@@ -11,9 +11,8 @@ Differences are paired seed by seed, with their standard errors.
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from leaderboard import finished_runs
 from render import RESULTS, ROOT, parser, render, replace_sections
@@ -81,18 +80,11 @@ def distillation(runs: Sequence[dict]) -> str:
     return _rendered("distillation-gain", runs, rows=rows, headings=headings, last=last)
 
 
-class Section(NamedTuple):
-    """Section of a page that a study's runs give."""
-
-    page: Path
-    name: str
-    text: Callable[[Sequence[dict]], str]
-
-
 STUDIES = {
-    "qat": Section(ROOT / "docs" / "finetune-and-serve.md", "gain", gain),
-    "qad": Section(ROOT / "docs" / "recipes" / "qat.md", "distillation", distillation),
+    "qat": (ROOT / "docs" / "finetune-and-serve.md", "gain", gain),
+    "qad": (ROOT / "docs" / "recipes" / "qat.md", "distillation", distillation),
 }
+"""Page and section of each study's text, and the function that writes it."""
 
 
 def kept(study: str) -> list[dict]:
@@ -111,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = map(json.dumps, collect(args.folder))
         file = RESULTS / f"studies-{args.folder.name}.json"
         file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    for study, section in STUDIES.items():
-        replace_sections(section.page, {section.name: section.text(kept(study))})
+    for study, (page, section, text_of) in STUDIES.items():
+        replace_sections(page, {section: text_of(kept(study))})
 
 
 if __name__ == "__main__":
