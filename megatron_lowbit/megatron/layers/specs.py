@@ -72,16 +72,9 @@ class NormAndAdd(torch.nn.Module):
         return partial(_change_and_add, self.post_layernorm, training)
 
 
-class ScaleAndAdd(torch.nn.Module):
-    """Addition of a part's output to the residual with a factor, as in Granite: a ``bda``."""
-
-    def __init__(self, multiplier: float) -> None:
-        super().__init__()
-        self.multiplier = multiplier
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function that adds, as megatron-core's functions do."""
-        return partial(_change_and_add, lambda output: output * self.multiplier, training)
+def _scale_and_add(multiplier: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
+    """Return a ``bda`` that adds a part's output to the residual with a factor, as in Granite."""
+    return lambda training, _: partial(_change_and_add, lambda x: x * multiplier, training)
 
 
 def _change_and_add(
@@ -160,8 +153,8 @@ def _with_gemma_parts(config: TransformerConfig, args: Namespace, spec: Any) -> 
         add = ModuleSpec(NormAndAdd, params={"config": config})
         changes = {"self_attn_bda": add, "mlp_bda": add}
     if args.residual_multiplier != 1:
-        add = ModuleSpec(ScaleAndAdd, params={"multiplier": args.residual_multiplier})
-        changes = {"self_attn_bda": add, "mlp_bda": add}
+        scale_and_add = _scale_and_add(args.residual_multiplier)
+        changes = {"self_attn_bda": scale_and_add, "mlp_bda": scale_and_add}
     if args.window_rotary_base:
         attention = spec.self_attention
         params = {**attention.params, "window_rotary_base": args.window_rotary_base}
