@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_lowbit.arguments import compatibility
+from megatron_lowbit.arguments import compatibility, front_parser
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 from megatron_lowbit.megatron.run.workarounds import train_biases_of_experts
@@ -14,33 +14,13 @@ from megatron_lowbit.recipes import load_recipe
 from megatron.core.transformer.enums import CudaGraphModule
 
 USUAL = {
-    "transformer_impl": "local", "multi_latent_attention": False, "tensor_model_parallel_size": 1,
-    "num_experts": None, "add_bias_linear": True, "fused_allreduce_norm": False, "recipe_set": [],
-    "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
-    "recompute_granularity": None, "pipeline_model_parallel_size": 1,
-    "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
-    "delay_wgrad_compute": False, "sequence_parallel": False,
-    "overlap_dispatch_backward_with_experts_wgrad": False, "expert_gtp_weight_remat_size": 1,
-    "fp8_recipe": None, "fp4_recipe": None,
-    "use_transformer_engine_op_fuser": False, "gradient_accumulation_fusion": False, "geglu": False,
-    "sandwich_norm": False, "residual_multiplier": 1.0, "window_rotary_base": None,
-    "window_size": None,
-    "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
-    "quantized_param_gather": False, "quantized_expert_dispatch": False,
-    "virtual_pipeline_model_parallel_size": None,
-    "async_save": False, "use_megatron_fsdp": False, "use_torch_fsdp2": False,
-    "mtp_num_layers": None,
-    "non_persistent_ckpt_type": None, "enable_msc": False, "hybrid_layer_pattern": None,
-    "log_quantization_error_interval": 0, "masked_softmax_fusion": False, "save": None,
-    "tensorboard_dir": None, "wandb_project": None, "swiglu": False, "squared_relu": False,
-    "quick_geglu": False, "context_parallel_size": 1, "position_embedding_type": "rope",
-    "cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native",
-    "dataloader_inter_document_masking": False, "sft": False, "fim_data": False,
-    "reset_position_ids": False, "micro_batch_size": 2, "seq_length": 32,
-    "pad_documents_to_multiple_of": 1,
-    "use_layer_wise_distributed_optimizer": False, "distill_from": None,
-    "skip_bad_iterations": None,
+    **vars(front_parser().parse_args([])), "transformer_impl": "local", "eval_iters": 0,
+    "micro_batch_size": 2, "seq_length": 32, "position_embedding_type": "rope",
+    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+    "expert_gtp_weight_remat_size": 1, "virtual_pipeline_model_parallel_size": None,
+    "use_layer_wise_distributed_optimizer": False,
 }  # fmt: skip
+"""Arguments of local layers: the defaults, and what Megatron-LM's validation adds to them."""
 
 
 def hooks(recipe: list[str] | None, **more: object) -> list:
@@ -68,7 +48,7 @@ def test_local_experts_with_biases_are_trained_by_a_hook():
 )
 def test_arguments_that_compute_the_output_layer_are_refused(name, value, flag):
     recipe = load_recipe("nvfp4", "output_layer=fp8-tile")
-    args = Namespace(**{**USUAL, "defer_embedding_wgrad_compute": False, name: value})
+    args = Namespace(**{**USUAL, name: value})
     with pytest.raises(UserError, match=f"^{flag} does not go with a recipe's output_layer: "):
         compatibility.check(args, recipe)
     compatibility.check(args, load_recipe("nvfp4"))
@@ -182,7 +162,7 @@ def test_overlapped_experts_say_what_they_need(recipe):
 
 FUSED = {
     "fused_allreduce_norm": True, "tensor_model_parallel_size": 2, "normalization": "RMSNorm",
-    "add_bias_linear": False, "hidden_dropout": 0.0, "sequence_parallel": False,
+    "add_bias_linear": False, "hidden_dropout": 0.0,
 }  # fmt: skip
 
 
@@ -207,8 +187,7 @@ def test_the_fused_all_reduce_says_what_it_needs(name, value, needed):
 DISPATCH = {
     "quantized_expert_dispatch": True, "expert_model_parallel_size": 2, "add_bias_linear": False,
     "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall",
-    "moe_grouped_gemm": True, "moe_pad_expert_input_to_capacity": False, "num_experts": 4,
-    "moe_apply_probs_on_input": False, "fine_grained_activation_offloading": False,
+    "moe_grouped_gemm": True, "num_experts": 4,
 }  # fmt: skip
 
 
@@ -322,8 +301,7 @@ def test_what_cuda_graphs_take():
 
 EXPERTS = {
     **GRAPHS, "cuda_graph_impl": "transformer_engine", "num_experts": 4, "cuda_graph_modules": [],
-    "moe_token_dispatcher_type": "alltoall", "moe_pad_expert_input_to_capacity": False,
-    "moe_router_padding_for_quantization": False,
+    "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 PARTS = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
 LOCAL, PADDED = {"cuda_graph_impl": "local"}, {"moe_router_padding_for_quantization": True}
