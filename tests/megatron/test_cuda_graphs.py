@@ -28,10 +28,6 @@ from megatron_lowbit.numerics.randomness import key_table, microbatch_key
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, load_recipe
 from tests.megatron.test_compatibility import GRAPHS
 
-ARGS = {
-    **GRAPHS, "overlap_param_gather": False, "use_torch_fsdp2": False, "cuda_graph_modules": [],
-    "mlp_chunks_for_training": 1,
-}  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -66,7 +62,7 @@ def two_microbatches(monkeypatch):
 
 def installed(states, chunks=(), **changes) -> CudaGraphs:
     """Return the graphs of layers."""
-    args = Namespace(**{**ARGS, **changes})
+    args = Namespace(**{**GRAPHS, **changes})
     graphs = CudaGraphs(
         SimpleNamespace(args=args, states=states, chunks=chunks, current="the recipe")
     )
