@@ -5,7 +5,7 @@ of ranks wrote them.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -64,10 +64,6 @@ class TensorSource(Protocol):
     def path(self) -> Path | str:
         """Name of the source in errors."""
 
-    @property
-    def histories(self) -> Mapping[str, Any]:
-        """Descriptions of the amax histories of delayed scaling by key."""
-
     def dtype(self, target: TensorSlice) -> torch.dtype:
         """Return the dtype of a tensor of the model."""
 
@@ -76,9 +72,6 @@ class TensorSource(Protocol):
 
     def read(self, target: TensorSlice) -> Tensor:
         """Read a slice of a tensor of the model, of :meth:`shape`."""
-
-    def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a block of a tensor: ``sizes`` entries from ``offset`` on."""
 
 
 class CheckpointReader:

@@ -5,7 +5,7 @@ checkpoint is written, and no weight is quantized twice. Exports have the same l
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -44,7 +44,6 @@ class LiveTensors:
     """
 
     path = "the model"
-    histories: Mapping[str, Any] = {}
 
     def __init__(self, chunks: Mapping[str, tuple[tuple[int, ...], list[_Chunk]]]) -> None:
         self._chunks = chunks
@@ -79,10 +78,6 @@ class LiveTensors:
             ends = zip(offset, values.shape, strict=True)
             whole[tuple(slice(start, start + size) for start, size in ends)] = values
         return whole
-
-    def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Refuse: a model in memory is exported without amax histories."""
-        raise UserError(f"quantized_weights: no part of {key} is read from a model in memory")
 
     def _whole(self, key: str) -> tuple[tuple[int, ...], list[_Chunk]]:
         stored = key if key in self._chunks else other_name(key)

@@ -286,9 +286,12 @@ def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: TensorSource) -
     """Return the amaxes of input and weight, FP32 (2,), that training's last steps give fprop.
 
     They are negative where too few steps are recorded; None without delayed scaling or history.
+    A model in memory is exported without its histories.
     """
     key = f"{HISTORIES}{layer.path}"
-    if fprop.delayed is None or key not in tensors.histories:
+    if fprop.delayed is None or not isinstance(tensors, CheckpointReader):
+        return None
+    if key not in tensors.histories:
         return None
     size = tuple(tensors.histories[key].size)
     if len(size) != 2 or size[0] != len(OPERANDS) or size[1] < fprop.delayed.recorded:
