@@ -53,7 +53,7 @@ PAIRS, DRAWS, SEED = 4096, 4, 1234
 
 _CHUNK = 1 << 20  # elements quantized at a time
 _NO_COMPILER = compiled.missing_compiler()
-_ARITHMETIC = REFERENCE if _NO_COMPILER else compiled.arithmetic(type(ALGORITHM_2))
+_ARITHMETIC = REFERENCE if _NO_COMPILER else compiled.FUSED
 
 
 class Case(NamedTuple):

@@ -20,14 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.errors import say
-from megatron_lowbit.kernels.engine import Into, ReferenceEngine
-from megatron_lowbit.numerics import (
-    Accumulation,
-    QuantizedTensor,
-    Request,
-    ScaleAmaxes,
-    quantize_both,
-)
+from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.numerics.quantizer import Arithmetic
 from megatron_lowbit.numerics.randomness import uniform
 
@@ -52,13 +45,8 @@ def missing_compiler() -> str | None:
 
 
 @cache
-def arithmetic(format_type: type) -> Arithmetic:
-    """Return the fused functions of a format class, compiled at their first call for any sizes."""
-    return Arithmetic(*map(_fused, (format_type.encode, format_type.decode, uniform)))
-
-
-@cache
 def _fused(function: Callable) -> Callable:
+    """Return a function that is compiled at its first call, for any sizes."""
     _remove_truncated_libraries()
     compiled = torch.compile(
         function, dynamic=True, options={"post_grad_custom_pre_pass": _announcement()}
@@ -144,48 +132,16 @@ def _announcement() -> Any:
     return Announcement()
 
 
+FUSED = Arithmetic(
+    encode=lambda format, *arguments: _fused(type(format).encode)(format, *arguments),
+    decode=lambda format, *arguments: _fused(type(format).decode)(format, *arguments),
+    uniform=lambda *arguments: _fused(uniform)(*arguments),
+)
+"""The elementwise functions of each class of formats, fused by torch.compile."""
+
+
 class CompiledEngine(ReferenceEngine):
     """The reference arithmetic, its elementwise functions fused by torch.compile."""
 
     name = "compiled"
-
-    def quantize(
-        self,
-        x: Tensor,
-        row: Request | None,
-        col: Request | None,
-        amaxes: ScaleAmaxes = (None, None),
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """Quantize by :func:`megatron_lowbit.numerics.quantize_both` with the fused functions."""
-        classes = {type(side.quantizer.format) for side in (row, col) if side is not None}
-        if len(classes) == 2:
-            by_row, _ = self.quantize(x, row, None, amaxes)
-            return by_row, self.quantize(x, None, col, amaxes)[1]
-        return quantize_both(x, row, col, amaxes, arithmetic(classes.pop()))
-
-    def dequantize(self, operand: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        """Decode by the fused functions."""
-        return _dense(operand).to(dtype)
-
-    def gemm(
-        self,
-        lhs: Tensor | QuantizedTensor,
-        rhs: Tensor | QuantizedTensor,
-        bias: Tensor | None = None,
-        accumulation: Accumulation | None = None,
-        out_dtype: torch.dtype | None = None,
-        folding: bool = True,
-        into: Into = None,
-    ) -> Tensor:
-        """Multiply operands that the fused functions dequantize."""
-        if isinstance(lhs, QuantizedTensor) or isinstance(rhs, QuantizedTensor):
-            # The reference multiplies in FP32 where it dequantizes an operand itself.
-            lhs, rhs = _dense(lhs), _dense(rhs)
-            bias = None if bias is None else bias.float()
-        return super().gemm(lhs, rhs, bias, accumulation, out_dtype, folding, into)
-
-
-def _dense(operand: Tensor | QuantizedTensor) -> Tensor:
-    if isinstance(operand, QuantizedTensor):
-        return operand.dequantize(arithmetic(type(operand.format)))
-    return operand.float()
+    arithmetic = FUSED

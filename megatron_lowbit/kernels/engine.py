@@ -30,6 +30,7 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
+from megatron_lowbit.numerics.quantizer import REFERENCE
 from megatron_lowbit.numerics.swiglu import swiglu, swiglu_grad
 
 Into = tuple[Tensor, bool] | None
@@ -60,6 +61,8 @@ class Engine:
     """
 
     name: str
+    arithmetic = REFERENCE
+    """Elementwise functions that quantize and decode."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -82,7 +85,7 @@ class Engine:
         Returns:
             For a request that needs codes a QuantizedTensor, else whatever :meth:`gemm` takes.
         """
-        return quantize_both(x, row, col, amaxes)
+        return quantize_both(x, row, col, amaxes, self.arithmetic)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
@@ -123,7 +126,7 @@ class Engine:
 
     def dequantize(self, operand: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         """Decode codes (R, C) to FP32, or round that to BF16."""
-        return operand.dequantize().to(dtype)
+        return operand.dequantize(self.arithmetic).to(dtype)
 
     def transposed(self, operand: QuantizedTensor) -> Any:
         """Return the transpose of square blocks as :meth:`quantize` gives it for both sides."""
@@ -150,7 +153,7 @@ class Engine:
         are_tensors = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
         if into is not None and are_tensors and lhs.dtype is rhs.dtype is torch.bfloat16:
             lhs, rhs = lhs.float(), rhs.float()  # whose product is not rounded
-        y = reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
+        y = reference_gemm(lhs, rhs, bias, accumulation, out_dtype, self.arithmetic)
         return y if into is None else accumulate_into(*into, y)
 
     def describe(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.numerics.formats import E4M3, decode, encode
-from megatron_lowbit.numerics.quantizer import QuantizedTensor
+from megatron_lowbit.numerics.quantizer import REFERENCE, Arithmetic, QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ def gemm(
     bias: Tensor | None = None,
     accumulation: Accumulation | None = None,
     out_dtype: torch.dtype | None = None,
+    arithmetic: Arithmetic = REFERENCE,
 ) -> Tensor:
     """Compute ``lhs @ rhs.T + bias``: operands have the contracted axis last, as blocks do.
 
@@ -46,6 +47,7 @@ def gemm(
         accumulation: how to sum along K, one product after another; None multiplies in FP32 in
             the order that torch's matrix product takes.
         out_dtype: what the product is rounded to at last; None leaves it as it is.
+        arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
 
     Returns:
         (M, N). High-precision operands of one dtype multiply in it, unless an accumulation is
@@ -60,8 +62,8 @@ def gemm(
         product = F.linear(lhs, rhs, bias)
     else:
         left, right = (
-            (operand.dequantize() if isinstance(operand, QuantizedTensor) else operand).float()
-            for operand in (lhs, rhs)
+            x.dequantize(arithmetic) if isinstance(x, QuantizedTensor) else x.float()
+            for x in (lhs, rhs)
         )
         bias = None if bias is None else bias.float()
         if accumulation is None:

@@ -125,7 +125,7 @@ def assert_same(quantizer, x, **options):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(bits(ours), bits(theirs)), name
     assert (result.format, result.shape) == (expected.format, expected.shape)
-    values = result.dequantize(compiled.arithmetic(type(expected.format)))
+    values = result.dequantize(compiled.FUSED)
     assert torch.equal(bits(values), bits(expected.dequantize()))
     return result
 
@@ -146,7 +146,6 @@ def two_threads():
 def forget():
     """Discard what is compiled."""
     compiled._fused.cache_clear()
-    compiled.arithmetic.cache_clear()
     torch._dynamo.reset()
 
 
@@ -269,7 +268,7 @@ def test_golden_codes_of_newer_methods(name, key):
 def test_uniform(bits):
     draw = SHARD
     arguments = (draw.key_words(torch.device("cpu")), draw.rows, draw.groups, bits)
-    fused = compiled.arithmetic(type(FORMATS["nvfp4"])).uniform(*arguments)
+    fused = compiled.FUSED.uniform(*arguments)
     assert torch.equal(fused, uniform(*arguments))
 
 
@@ -315,7 +314,7 @@ def test_other_sizes_and_views_do_not_recompile():
     def use(*xs):
         for key, x in enumerate(xs):
             q, _ = ENGINE.quantize(x, Request(stochastic, draw=Draw(key)), None)
-            q.dequantize(compiled.arithmetic(type(stochastic.format)))
+            q.dequantize(compiled.FUSED)
 
     use(torch.ones(48, 96), torch.ones(64, 112))
     before = counters["stats"]["unique_graphs"]
@@ -330,7 +329,7 @@ def test_calls_leave_nothing_in_the_context():
     x = torch.ones(48, 96)
     counts = []
     for _ in range(4):
-        ENGINE.quantize(x, request, None)[0].dequantize(compiled.arithmetic(type(FORMATS["nvfp4"])))
+        ENGINE.quantize(x, request, None)[0].dequantize(compiled.FUSED)
         counts.append(len(copy_context()))
     assert counts[1:] == 3 * counts[:1]  # the first call compiles
 
