@@ -70,10 +70,14 @@ class BlockFormat(ABC):
         return scales.to(torch.float32)
 
     def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return the scales of the transpose, for square blocks, repeated for each row of a block.
+        """Return the scales of the transpose, for square blocks.
 
         ``shape`` is the logical (R, K) before. A format that keeps scales otherwise overrides it.
         """
+        if not self.repeats_scales:
+            return scales.t()
+        if self.block == 1:
+            return scales.new_empty((shape[1], 0))
         compact = scales[:: self.block_rows].t()
         return compact.repeat_interleave(self.block_rows, dim=0)[: shape[1]]
 

@@ -55,11 +55,20 @@ def better_scales(
     scales = encode(both, E4M3)
     random = None if uniform is None else uniform.view(2, *tiles.shape)
     codes = encode(tiles * multiplier(scales, tensor_scale), E2M1, random)
-    six, four = block_errors(
-        values(decode(codes, E2M1), scales.to(torch.float32)) - tiles, selection
-    )
-    taken = torch.where(four < six, scales[1].to(torch.float32), scales[0].to(torch.float32))
-    return torch.where(four < six, codes[1], codes[0]), encode(taken, E4M3)
+    scales = scales.to(torch.float32)
+    return better_of(codes, scales, values(decode(codes, E2M1), scales) - tiles, selection)
+
+
+def better_of(
+    codes: Tensor, scales: Tensor, difference: Tensor, selection: Selection
+) -> tuple[Tensor, Tensor]:
+    """Return codes and E4M3 scales of the second candidate where its error is less, or the first.
+
+    ``codes`` and FP32 ``scales`` have both candidates, as ``difference`` of values from blocks.
+    """
+    first, second = block_errors(difference, selection)
+    taken = torch.where(second < first, scales[1], scales[0])
+    return torch.where(second < first, codes[1], codes[0]), encode(taken, E4M3)
 
 
 def block_errors(difference: Tensor, selection: Selection) -> Tensor:

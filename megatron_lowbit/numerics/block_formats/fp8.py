@@ -74,10 +74,6 @@ class FP8Tile(BlockFormat):
         codes = encode((tiles * scale).view(x.shape), self.element, uniform)
         return codes, (1.0 / scale).squeeze(-1).squeeze(1), torch.ones_like(amax)
 
-    def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Transpose the scales of square tiles, which keep one each."""
-        return scales.t()
-
 
 @dataclass(frozen=True)
 class FP8Tensor(BlockFormat):
@@ -101,10 +97,6 @@ class FP8Tensor(BlockFormat):
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K)."""
         return decode(codes, self.element) * tensor_scale
-
-    def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return no scales, (rows of the transpose, 0)."""
-        return scales.new_empty((shape[1], 0))
 
 
 FORMATS = (

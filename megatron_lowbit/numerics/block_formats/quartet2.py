@@ -13,8 +13,6 @@ are the 16 elements' in order. A NaN or an infinity anywhere makes all scales Na
 """
 
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
@@ -28,7 +26,8 @@ from megatron_lowbit.numerics.block_format import (
     finite_amax,
     positive_scales,
 )
-from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
+from megatron_lowbit.numerics.formats import E2M1, TIES_AWAY, decode, encode
+from megatron_lowbit.numerics.four_over_six import better_of
 
 BLOCK = 16
 MAX_SCALE = 256.0
@@ -55,22 +54,13 @@ class Quartet2(BlockFormat):
         tiles = blocks(x, 1, BLOCK)
         amaxes = block_amax(tiles)
         base = amaxes / torch.full_like(amaxes, E2M1.max)
-        codes, scales, errors = [], [], []
-        for candidate, factor in enumerate((1.0, 1.5)):
-            scale = positive_scales(base * factor, tensor_scale)
-            step = scale * tensor_scale
-            random = torch.full_like(tiles, TIES_AWAY)
-            if uniform is not None:
-                random = uniform[candidate].view(tiles.shape)
-            code = encode(tiles / step, E2M1, random)
-            difference = decode(code, E2M1) * step - tiles
-            codes.append(code)
-            scales.append(scale)
-            errors.append(reduce(add, (difference * difference).unbind(-1)).unsqueeze(-1))
-        four = errors[1] < errors[0]
-        chosen = encode(torch.where(four, scales[1], scales[0]), E4M3)
-        codes_of_chosen = torch.where(four, codes[1], codes[0]).view(x.shape)
-        return codes_of_chosen, chosen.squeeze(-1).squeeze(1), tensor_scale
+        scales = positive_scales(torch.stack([base, base * 1.5]), tensor_scale)
+        steps = scales * tensor_scale
+        scaled = tiles / steps
+        ties = torch.full_like(scaled, TIES_AWAY)
+        both = encode(scaled, E2M1, ties if uniform is None else uniform.view(scaled.shape))
+        codes, chosen = better_of(both, scales, decode(both, E2M1) * steps - tiles, "mse")
+        return codes.view(x.shape), chosen.squeeze(-1).squeeze(1), tensor_scale
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/16, 16)."""
