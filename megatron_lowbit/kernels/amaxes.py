@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lowbit.kernels.amax import AmaxSpec, amax_kernel
 from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, tile_launcher
+from megatron_lowbit.kernels.means import splits_mean
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Request, ScaleAmaxes
@@ -134,7 +135,7 @@ def matrix_amax(x: Tensor, earlier: tuple[Tensor | None, Tensor | None] = (None,
 
 def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
     """Compute what :func:`megatron_lowbit.numerics.tensor_amaxes` does, in one pass over x."""
-    if not x.numel():
+    if not x.numel() or splits_mean(row, col):
         return reference(x, row, col)
     specs = [
         AmaxSpec(transform_of(side.hadamard))

@@ -36,20 +36,18 @@ from megatron_lowbit.kernels.split import Rows, as_matrix_list
 from megatron_lowbit.kernels.swiglu import swiglu, swiglu_grad
 from megatron_lowbit.numerics import (
     Accumulation,
-    Amaxes,
     QuantizedTensor,
     Request,
     Requests,
     ScaleAmaxes,
 )
 from megatron_lowbit.numerics import quantize_both as reference_quantize
-from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
 class FusedEngine(Engine):
-    """Triton quantization and tensor cores, on GPUs of one compute capability."""
+    """Triton quantization and FP8 tensor cores, on GPUs of one compute capability."""
 
     name = "fused"
 
@@ -57,23 +55,9 @@ class FusedEngine(Engine):
         super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
         self.capability = capability
 
-    @property
-    def _has_tensor_cores(self) -> bool:
-        return self.capability >= routes.MIN_CAPABILITY
-
-    def route(self, lhs: routes.Format, rhs: routes.Format, folding: bool = True) -> routes.Route:
-        """Return the route of a pair of formats, one of them at least quantized, in any order."""
-        return routes.route(lhs, rhs, self.capability, folding)
-
     def describe(self, lhs: routes.Format, rhs: routes.Format, folding: bool = True) -> str:
         """Describe the route of two formats and its sums."""
         return str(self.route(lhs, rhs, folding))
-
-    def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
-        """Return the tensor amaxes of both sides, from one pass over x."""
-        if splits_mean(row, col):
-            return super().amaxes(x, row, col)
-        return tensor_amaxes(x, row, col)
 
     def quantize(
         self,
@@ -155,7 +139,7 @@ class FusedEngine(Engine):
         """Multiply by one launch; large matrices by one each, which cuBLAS computes faster."""
         outs = as_matrix_list(outs)
         if accumulation is None and self.multiplies_groups:
-            route = self.route_of(representative_operand(lhs), representative_operand(rhs), folding)
+            route = self.route(representative_operand(lhs), representative_operand(rhs), folding)
             pair = grouped_pair(route, lhs, rhs, outs)
             if pair is not None:
                 multiply_groups(*pair, outs, beta)
@@ -172,7 +156,7 @@ class FusedEngine(Engine):
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return the numbers of values that the route of both formats rounds, and of all."""
         are_codes = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
-        if not are_codes or self.route(lhs.format, rhs.format) is not routes.FOLDED:
+        if not are_codes or self.route(lhs, rhs) is not routes.FOLDED:
             return 0, 0
         inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
         folded_pair(lhs, rhs, inexact)
@@ -193,6 +177,7 @@ class FusedEngine(Engine):
         return normalize_quantize(x, norm, request, form, amax=amax)
 
     # One kernel each, and a view: GEMMs of codes make a copy of it.
+    amaxes = staticmethod(tensor_amaxes)
     norm_grad = staticmethod(norm_grad)
     rms_norm = staticmethod(rms_norm)
     add_rows = staticmethod(add_rows)
@@ -202,7 +187,7 @@ class FusedEngine(Engine):
 
     def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> ExactBF16 | Tensor:
         """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
-        exact = is_exact(operand) and is_exact(lhs) and self._has_tensor_cores
+        exact = is_exact(operand) and is_exact(lhs)
         # Scales of rows lie along the terms of a product with the transpose.
         exact = exact and not operand.format.scales_tensor_rows
         if not exact or not operand.codes.numel():
@@ -228,8 +213,8 @@ class FusedEngine(Engine):
         into: Into = None,
     ) -> Tensor:
         """Multiply on tensor cores; an accumulation is emulated."""
-        lhs, rhs = with_means(lhs, rhs, self._has_tensor_cores)
-        route = self.route_of(lhs, rhs, folding)
+        lhs, rhs = with_means(lhs, rhs)
+        route = self.route(lhs, rhs, folding)
         unrouted = route is routes.DEQUANTIZED or _are_empty_codes(lhs, rhs)
         are_tensors = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
         if accumulation is not None or unrouted or (into is None and are_tensors):
@@ -237,17 +222,18 @@ class FusedEngine(Engine):
             return super().gemm(*operands, bias, accumulation, out_dtype, folding, into)
         return multiply(route, lhs, rhs, bias, out_dtype or torch.float32, into)
 
-    def route_of(
-        self, lhs: GpuOperand | BlockFormat, rhs: GpuOperand | BlockFormat, folding: bool = True
+    def route(
+        self, lhs: GpuOperand | routes.Format, rhs: GpuOperand | routes.Format, folding: bool = True
     ) -> routes.Route:
-        """Return the route of two operands or formats, in any order."""
+        """Return the route of two operands or formats, one at least quantized, in any order."""
         pair = [side.of if isinstance(side, Transposed) else side for side in (lhs, rhs)]
         if any(isinstance(side, Tensor) and side.dtype is not torch.bfloat16 for side in pair):
             return routes.DEQUANTIZED
         if any(isinstance(side, ExactBF16) for side in pair):
             return routes.EXACT
         formats = [side.format if isinstance(side, QuantizedTensor) else side for side in pair]
-        return self.route(*(None if isinstance(f, Tensor) else f for f in formats), folding)
+        left, right = (None if isinstance(f, Tensor) else f for f in formats)
+        return routes.route(left, right, self.capability, folding)
 
 
 @cache

@@ -87,9 +87,7 @@ def quantize_residuals(
     return operands[0], operands[1]
 
 
-def with_means(
-    lhs: GpuOperand, rhs: GpuOperand, has_tensor_cores: bool
-) -> tuple[GpuOperand, GpuOperand]:
+def with_means(lhs: GpuOperand, rhs: GpuOperand) -> tuple[GpuOperand, GpuOperand]:
     """Return operands, decoded where the mean of their rows was split off.
 
     Both are exact in BF16 then, or one becomes FP32 values.
@@ -98,7 +96,7 @@ def with_means(
     lacks_mean = [isinstance(q, QuantizedTensor) and q.mean is not None for q in pair]
     if not any(lacks_mean):
         return lhs, rhs
-    exact = has_tensor_cores and is_exact(lhs) and is_exact(rhs)
+    exact = is_exact(lhs) and is_exact(rhs)
     decode = exact_values if exact else QuantizedTensor.dequantize
     left, right = (decode(q) if lacks else q for q, lacks in zip(pair, lacks_mean, strict=True))
     return left, right

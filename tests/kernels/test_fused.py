@@ -121,9 +121,9 @@ def test_a_shared_weight_takes_the_route_of_each_of_its_gemms():
     weight = Transposed(Quantizer(FORMATS["nvfp4-2d"])(torch.ones(32, 32)))
     for name, route in (("nvfp4", "exact BF16"), ("fp8-1x128-e4m3", "dequantized to FP32")):
         other = Quantizer(FORMATS[name])(torch.ones(32, 32))
-        assert engine.route_of(other, weight).name == route
-    assert engine.route_of(torch.ones(32, 32), weight).name == "dequantized to FP32"
-    assert engine.route_of(torch.ones(32, 32).bfloat16(), weight).name == "exact BF16"
+        assert engine.route(other, weight).name == route
+    assert engine.route(torch.ones(32, 32), weight).name == "dequantized to FP32"
+    assert engine.route(torch.ones(32, 32).bfloat16(), weight).name == "exact BF16"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_products(case, together=False):
     engine = FusedEngine((9, 0))
     lhs, rhs = operands_of(engine, case)
     outs = results_of(case, together)
-    route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
+    route = engine.route(next(iter(lhs)), next(iter(rhs)))
     pair = grouped_pair(route, lhs, rhs, as_matrix_list(outs))
     assert (pair is None) == (grouped_gemm.LOOP_FROM == 0)
     engine.gemm_all(lhs, rhs, outs, beta)
@@ -143,7 +143,7 @@ def test_large_products_one_by_one(case, monkeypatch):
 def test_what_takes_a_launch_each():
     engine = FusedEngine((9, 0))
     lhs, rhs = operands_of(engine, "bf16")
-    route = engine.route_of(lhs[0], rhs[0])
+    route = engine.route(lhs[0], rhs[0])
     outs = [torch.empty(OUT, IN, device=DEVICE) for _ in TOKENS]
     assert grouped_pair(route, lhs, rhs, as_matrix_list(outs)) is not None
     odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]

@@ -159,9 +159,8 @@ def test_what_is_not_exact_is_dequantized():
     x = torch.randn(8, 32, device=DEVICE) + 3
     codes = Quantizer(format_by_name("fp8-1x128-e4m3"), splits_mean=True)(x)
     other = NEAREST(torch.randn(8, 32, device=DEVICE))
-    left, right = means.with_means(codes, other, True)
+    left, right = means.with_means(codes, other)
     assert torch.equal(left, codes.dequantize()) and right is other
-    assert means.with_means(other, other, True) == (other, other)
+    assert means.with_means(other, other) == (other, other)
     exact = Quantizer(format_by_name("nvfp4"), splits_mean=True)(x)
-    assert torch.equal(means.with_means(exact, other, False)[0], exact.dequantize())
-    assert torch.equal(means.with_means(exact, other, True)[0].dequantize(), exact.dequantize())
+    assert torch.equal(means.with_means(exact, other)[0].dequantize(), exact.dequantize())
