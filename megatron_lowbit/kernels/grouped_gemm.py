@@ -78,7 +78,7 @@ def _terms(side: Sequence[Any]) -> Numbers:
     if isinstance(side, RowSlices):
         return np.full(len(side), side.template.shape[1])
     if isinstance(side, ColumnSlices):
-        return side.rows.numbers
+        return side.of.rows.numbers
     return np.array([x.shape[1] if isinstance(x, Tensor) else 0 for x in side])
 
 

@@ -255,7 +255,7 @@ def representative_operand(operands: Sequence[Any]) -> Any:
     if isinstance(operands, RowSlices):
         return operands.template
     if isinstance(operands, ColumnSlices):
-        return operands.matrix
+        return operands.of.matrix
     if not isinstance(operands, OperandGroup):
         return operands[0]
     layout = operands.layout

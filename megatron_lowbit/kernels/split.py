@@ -150,29 +150,34 @@ class RowSlices(SeparateMatrices):
     """The parts of a matrix (T, K), as a sequence of views.
 
     Args:
-        matrix: the matrix.
+        matrix: the matrix; or with ``tokens`` one (T0, K), whose rows are gathered.
         rows: number of rows of each part, of sum T.
+        tokens: (T,), int32, the matrix's row of each row; None for the rows in their order.
     """
 
     alike = True
 
-    def __init__(self, matrix: Tensor, rows: Rows) -> None:
+    def __init__(self, matrix: Tensor, rows: Rows, tokens: Tensor | None = None) -> None:
         self.matrix = self.template = matrix
-        self.rows = rows
+        self.rows, self.tokens = rows, tokens
 
     @cached_property
     def matrices(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """The parts."""
-        return self.matrix.split(self.rows.on_host.tolist())
+        """The parts; copies of gathered rows, for what has no kernel."""
+        matrix = self.matrix if self.tokens is None else self.matrix[self.tokens]
+        return matrix.split(self.rows.on_host.tolist())
 
     @cached_property
     def addresses(self) -> Numbers:
-        """The address of each part, int64, also of one without rows."""
-        return self.rows.in_units(1).before * self._row_bytes + self.matrix.data_ptr()
+        """The address of each part, int64, also of one without rows; or its place in tokens."""
+        before = self.rows.in_units(1).before
+        if self.tokens is not None:
+            return before
+        return before * self._row_bytes + self.matrix.data_ptr()
 
     @property
     def aligned(self) -> bool:
-        """True if each begins at a multiple of 16 bytes, whatever their rows."""
+        """True if each row begins at a multiple of 16 bytes."""
         return self.matrix.data_ptr() % 16 == 0 and self._row_bytes % 16 == 0
 
     @property
@@ -180,50 +185,14 @@ class RowSlices(SeparateMatrices):
         return self.matrix.stride(0) * self.matrix.element_size()
 
 
-class GatheredRows(SeparateMatrices):
-    """Rows of a matrix (T0, K) in the order of ``tokens``, one part after another.
-
-    Args:
-        matrix: the matrix.
-        rows: number of rows of each part, of sum T.
-        tokens: (T,), int32, the matrix's row of each row.
-    """
-
-    alike = True
-
-    def __init__(self, matrix: Tensor, rows: Rows, tokens: Tensor) -> None:
-        self.template, self.rows, self.tokens = matrix, rows, tokens
-
-    @cached_property
-    def matrices(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """The parts, as copies: for what has no kernel."""
-        return self.template[self.tokens].split(self.rows.on_host.tolist())
-
-    @property
-    def addresses(self) -> Numbers:  # type: ignore[override]
-        """The place of the first row of each in the list, int64."""
-        return self.rows.in_units(1).before
-
-    @property
-    def aligned(self) -> bool:
-        """True if each row begins at a multiple of 16 bytes."""
-        return RowSlices(self.template, self.rows).aligned
-
-
 @dataclass(frozen=True)
 class ColumnSlices(Sequence[Tensor]):
-    """The transposes (K, rows) of the parts of a matrix (T, K), as a sequence of views."""
+    """The transposes (K, rows) of the parts of a matrix, as a sequence of views."""
 
-    matrix: Tensor
-    rows: Rows
-
-    @property
-    def of(self) -> RowSlices:
-        """The parts."""
-        return RowSlices(self.matrix, self.rows)
+    of: RowSlices
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.of)
 
     def __getitem__(self, number):  # type: ignore[no-untyped-def]  # of an int: a sequence's own
         """Return the transpose of that number."""
@@ -233,7 +202,7 @@ class ColumnSlices(Sequence[Tensor]):
 def transposes_of(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the transposes of matrices, as views."""
     if isinstance(matrices, RowSlices):
-        return ColumnSlices(matrices.matrix, matrices.rows)
+        return ColumnSlices(matrices)
     return [x.t() for x in matrices]
 
 

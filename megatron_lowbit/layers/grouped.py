@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.split import (
     DeviceRows,
-    GatheredRows,
     Rows,
     RowSlices,
     rows_of,
@@ -70,7 +69,7 @@ class GroupContext:
         return self.context.precision.wgrad.requantizes_rhs
 
     def fprop_inputs(
-        self, xs: RowSlices | GatheredRows, codes: QuantizedTensor | None, keep: bool
+        self, xs: RowSlices, codes: QuantizedTensor | None, keep: bool
     ) -> tuple[Sequence[Any], Any]:
         """Return each layer's x (R, K) for fprop, or its codes of all; and what wgrad keeps.
 
@@ -80,9 +79,9 @@ class GroupContext:
             return self.quantize(xs, Role.INPUT, Gemm.FPROP, Gemm.WGRAD if keep else None)
         request = self.context.request(Gemm.FPROP, Role.INPUT, 0, needs_codes=True)
         independent = request is not None and request.quantizer.rows_are_independent
-        if codes is None and independent and isinstance(xs, RowSlices):
-            rows = xs.matrix
-            codes, _ = self.context.quantize(rows, Role.INPUT, Gemm.FPROP, None, needs_codes=True)
+        if codes is None and independent:
+            x = xs.matrix
+            codes, _ = self.context.quantize(x, Role.INPUT, Gemm.FPROP, None, needs_codes=True)
         if request is None or codes is None:
             inputs, _ = self.quantize(xs, Role.INPUT, Gemm.FPROP, None)
             return inputs, inputs
@@ -246,9 +245,7 @@ class _GroupedLinear(torch.autograd.Function):
         group: GroupContext,
         *weights: Tensor,
     ) -> Tensor:
-        xs: RowSlices | GatheredRows = RowSlices(x, tokens)
-        if permutation is not None:
-            xs = GatheredRows(x, tokens, permutation.tokens)
+        xs = RowSlices(x, tokens, None if permutation is None else permutation.tokens)
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
         inputs, kept = group.fprop_inputs(xs, codes, keeps)

@@ -106,7 +106,7 @@ def main(cases: list[str]) -> None:
     )
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
     from megatron_lowbit.kernels.routes import Form
-    from megatron_lowbit.kernels.split import DeviceRows, GatheredRows, Rows, SeparateMatrices
+    from megatron_lowbit.kernels.split import DeviceRows, Rows, RowSlices, SeparateMatrices
     from megatron_lowbit.numerics import (
         DelayedAmax,
         Draw,
@@ -171,7 +171,7 @@ def main(cases: list[str]) -> None:
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     odd = torch.empty(272, 528, dtype=torch.bfloat16, device="meta")
     numbers = torch.empty(272, dtype=torch.int32, device="meta")
-    gathered = GatheredRows(odd, Rows([100, 172]), numbers)
+    gathered = RowSlices(odd, Rows([100, 172]), numbers)
     for name in [name for name in FORMATS if name in cases]:
         format, options, rounding, size, forms = FORMATS[name]
         quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))

@@ -15,7 +15,6 @@ from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import Table, columns_for, table_of
 from megatron_lowbit.kernels.split import (
     DeviceRows,
-    GatheredRows,
     Rows,
     RowSlices,
     SeparateMatrices,
@@ -169,7 +168,7 @@ def test_the_operands_of_gathered_rows(case, counts):
     tokens = torch.randint(60, (sum(counts),), generator=draws, dtype=torch.int32).to(DEVICE)
     known = operands_of(case, RowSlices(x[tokens], Rows(counts)))
     for rows in (on_device(counts), Rows(counts)):
-        gathered = GatheredRows(x, rows, tokens)
+        gathered = RowSlices(x, rows, tokens)
         check_operands(operands_of(case, gathered), known, counts)
         for part, expected in zip(gathered, x[tokens].split(counts), strict=True):
             assert torch.equal(part, expected)
