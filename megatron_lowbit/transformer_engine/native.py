@@ -134,46 +134,43 @@ class _Reader:
             has_one = self.precision.gemms[gemm].hadamard is not None
             self.refuse(has_one, f"hadamard transform in {gemm}")
 
-    def nearest(self) -> None:
-        """Refuse stochastic rounding and transforms."""
+    def fp8(self, recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Refuse stochastic rounding and transforms; return both ways to say the FP8 format.
+
+        ``recipe`` is megatron-core's name. The format is E4M3, or HYBRID with gradients in E5M2.
+        """
         rounding = self.everywhere("rounding", lambda q: q.rounding)
         self.refuse(rounding is Rounding.STOCHASTIC, "stochastic rounding")
         self.no_transform(*GEMM_ROLES)
-
-    def fp8_format(self) -> str:
-        """Return E4M3, or HYBRID with gradients in E5M2."""
         elements = self.roles("format", lambda q: q.format.element)
         others = {elements["input"], elements["weight"]} - {E4M3}
         self.refuse(bool(others), "input or weight in another format than E4M3")
-        return "HYBRID" if elements["grad"] == E5M2 else "E4M3"
+        name = "HYBRID" if elements["grad"] == E5M2 else "E4M3"
+        megatron = {"fp8_quantization_recipe": recipe, "fp8_format": name.lower()}
+        return {"fp8_format": name}, megatron
 
 
 def _tiles(read: _Reader) -> Native:
-    read.nearest()
-    fp8_format = read.fp8_format()
+    arguments, megatron = read.fp8("blockwise")
     power_2 = read.everywhere("scale_format", lambda q: q.format.scale_format) == "pow2"
     dimensions = read.roles("block", lambda q: 2 if q.format.block_rows > 1 else 1)
     two_square = list(dimensions.values()).count(2) > 1
     read.refuse(two_square, "GEMM of 128x128 with 128x128 tiles")
-    arguments = {"fp8_format": fp8_format}
     for role, argument in (("input", "x"), ("weight", "w"), ("grad", "grad")):
         arguments[f"{argument}_block_scaling_dim"] = dimensions[role]
     usual = power_2 and dimensions == {"input": 1, "weight": 2, "grad": 1}
-    megatron = {"fp8_quantization_recipe": "blockwise", "fp8_format": fp8_format.lower()}
     return Native(read.name, arguments, power_2, megatron if usual else None)
 
 
 def _tensors(read: _Reader) -> Native:
-    read.nearest()
-    fp8_format = read.fp8_format()
+    arguments, megatron = read.fp8("tensorwise")
     power_2 = read.everywhere("scale_format", lambda q: q.format.scale_format) == "pow2"
     if any(gemm.delayed for gemm in read.gemms):
-        return _delayed(read, fp8_format, power_2)
-    megatron = {"fp8_quantization_recipe": "tensorwise", "fp8_format": fp8_format.lower()}
-    return Native(read.name, {"fp8_format": fp8_format}, power_2, None if power_2 else megatron)
+        return _delayed(read, arguments, power_2)
+    return Native(read.name, arguments, power_2, None if power_2 else megatron)
 
 
-def _delayed(read: _Reader, fp8_format: str, power_2: bool) -> Native:
+def _delayed(read: _Reader, arguments: dict[str, Any], power_2: bool) -> Native:
     read.name = "DelayedScaling"
     delayed = {gemm.delayed for gemm in read.gemms}
     read.refuse(len(delayed) > 1, "amax_history of only one GEMM, or of each its own")
@@ -182,18 +179,16 @@ def _delayed(read: _Reader, fp8_format: str, power_2: bool) -> Native:
     read.refuse(history.algorithm != "max", f"amax_history algorithm: {history.algorithm}")
     read.refuse(history.just_in_time is not None, "amax_history just_in_time")
     # megatron-core's layers take no delayed scaling one by one.
-    arguments = {"fp8_format": fp8_format, "amax_history_len": history.length}
-    return Native(read.name, arguments | {"amax_compute_algo": "max"})
+    arguments |= {"amax_history_len": history.length, "amax_compute_algo": "max"}
+    return Native(read.name, arguments)
 
 
 def _mxfp8(read: _Reader) -> Native:
-    read.nearest()
-    fp8_format = read.fp8_format()
+    arguments, megatron = read.fp8("mxfp8")
     rounding = read.everywhere("scale_rounding", lambda q: q.format.scale_rounding)
     read.refuse(rounding != "rceil", f"scale_rounding: {rounding}")
     square = read.square_weights("square blocks")
-    arguments = {"fp8_format": fp8_format, "enable_2d_quantization": square}
-    megatron = {"fp8_quantization_recipe": "mxfp8", "fp8_format": fp8_format.lower()}
+    arguments["enable_2d_quantization"] = square
     return Native(read.name, arguments, megatron=None if square else megatron)
 
 
