@@ -19,7 +19,7 @@ from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_request, takes_sections
 from megatron_lowbit.kernels.means import quantize_residuals, splits_mean, with_means
 from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax
-from megatron_lowbit.kernels.operand_group import representative_operand
+from megatron_lowbit.kernels.operand_group import place_rows, representative_operand
 from megatron_lowbit.kernels.operands import (
     ExactBF16,
     GpuOperand,
@@ -29,7 +29,6 @@ from megatron_lowbit.kernels.operands import (
     rounded_values,
     transposed,
 )
-from megatron_lowbit.kernels.placed_rows import place_rows
 from megatron_lowbit.kernels.rms_norm import rms_norm
 from megatron_lowbit.kernels.routes import Form, forms_of, takes_norm, written_form
 from megatron_lowbit.kernels.split import Rows, as_matrix_list
