@@ -113,7 +113,18 @@ def encode(x: Tensor, format: ElementFormat, uniform: Tensor | None = None) -> T
 
 def decode(codes: Tensor, format: ElementFormat) -> Tensor:
     """Decode the codes of :func:`encode` to FP32 values."""
-    return codes_to_grid(codes, format) if format.dtype is None else codes.to(torch.float32)
+    code = codes.to(torch.float32)
+    if format.dtype is not None:
+        return code
+    sign, steps = 2.0 ** (format.bits - 1), 2.0**format.mantissa_bits
+    negative = code >= sign
+    code = torch.where(negative, code - sign, code)
+    magnitude = code * (format.min_normal / steps)
+    for number, edge in enumerate(format.binade_edges, start=1):
+        magnitude = torch.where(
+            code >= (number + 1) * steps, (code - number * steps) * (edge / steps), magnitude
+        )
+    return torch.where(negative, -magnitude, magnitude)
 
 
 def grid_to_codes(grid_values: Tensor, format: ElementFormat) -> Tensor:
@@ -127,20 +138,6 @@ def grid_to_codes(grid_values: Tensor, format: ElementFormat) -> Tensor:
     # 1 / -0 is -inf: the sign of a zero counts, and a comparison is cheaper than a sign bit.
     code = torch.where(1.0 / grid_values < 0.0, code + 2.0 ** (format.bits - 1), code)
     return torch.where(grid_values.isnan(), 0.0, code).to(torch.uint8)
-
-
-def codes_to_grid(codes: Tensor, format: ElementFormat) -> Tensor:
-    """Decode uint8 codes to FP32 values on the grid."""
-    sign, steps = 2.0 ** (format.bits - 1), 2.0**format.mantissa_bits
-    code = codes.to(torch.float32)
-    negative = code >= sign
-    code = torch.where(negative, code - sign, code)
-    magnitude = code * (format.min_normal / steps)
-    for number, edge in enumerate(format.binade_edges, start=1):
-        magnitude = torch.where(
-            code >= (number + 1) * steps, (code - number * steps) * (edge / steps), magnitude
-        )
-    return torch.where(negative, -magnitude, magnitude)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
