@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.engine import Engine, Transposed, accumulate_into
+from megatron_lowbit.kernels.engine import Engine, Into, Transposed, accumulate_into
 from megatron_lowbit.layers.fallback import WithSource, recompute_unless_finite, without_source
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 from megatron_lowbit.numerics import (
@@ -220,14 +220,12 @@ class LinearContext:
         rhs: Any,
         dtype: torch.dtype,
         bias: Tensor | None = None,
-        out: Tensor | None = None,
-        beta: bool = True,
+        into: Into = None,
     ) -> Tensor:
-        """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
+        """Compute one of the three products in ``dtype``; ``into`` is as for :meth:`Engine.gemm`.
 
-        ``beta`` is as for :meth:`Engine.gemm`. ``rhs`` is fprop's operand where dgrad or wgrad
-        takes its values. Each rank falls back for its own product, before products are summed over
-        ranks.
+        ``rhs`` is fprop's operand where dgrad or wgrad takes its values. Each rank falls back for
+        its own product, before products are summed over ranks.
         """
         precision, engine = self.precision.gemms[name], self.engine
         left, right = without_source(lhs), without_source(rhs)
@@ -235,14 +233,13 @@ class LinearContext:
             right = engine.transposed(right.of)
         if self.plan()[name, GEMM_ROLES[name][1]].source is Source.DEQUANTIZED:
             right = engine.transpose(right, left)
-        if out is not None and precision.accumulation is None and precision.fallback is None:
-            into = out, beta
+        if into is not None and precision.accumulation is None and precision.fallback is None:
             return engine.gemm(left, right, None, None, torch.float32, precision.folding, into)
         y = engine.gemm(left, right, bias, precision.accumulation, dtype, precision.folding)
         if precision.fallback is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, lhs, rhs, bias, count)
-        return y if out is None else accumulate_into(out, beta, y)
+        return y if into is None else accumulate_into(*into, y)
 
 
 def _largest(amaxes: Sequence[Tensor | None]) -> Tensor | None:

@@ -292,10 +292,10 @@ def _accumulate_wgrads(
 ) -> Sequence[Tensor]:
     """Add each dW (N, K) to its ``main_grad`` and return placeholders, or return each dW."""
     main_grads = [operands.main_grad_of(group.context, weight) for weight in weights]
-    sums = [main_grad.sums for main_grad in main_grads if main_grad is not None]
-    if len(sums) == len(weights):
-        beta = any(main_grad and main_grad.beta for main_grad in main_grads)
-        group.multiply(Gemm.WGRAD, lhs, rhs, sums, beta)
+    known = [main_grad for main_grad in main_grads if main_grad is not None]
+    if len(known) == len(weights):
+        sums, betas = zip(*known, strict=True)
+        group.multiply(Gemm.WGRAD, lhs, rhs, sums, any(betas))
         return operands.added_to_main_grads(weights)
     wgrads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
     group.multiply(Gemm.WGRAD, lhs, rhs, wgrads)

@@ -96,8 +96,8 @@ def backward_linear(
         wgrad = operands.accumulate_wgrad_into(
             context,
             weight,
-            lambda dtype, out, beta: context.gemm(
-                Gemm.WGRAD, wgrad_grad, wgrad_input(), dtype, out=out, beta=beta
+            lambda dtype, into: context.gemm(
+                Gemm.WGRAD, wgrad_grad, wgrad_input(), dtype, into=into
             ),
         )
     if handle is not None:

@@ -93,8 +93,8 @@ class _MXNormLinear(torch.autograd.Function):
             wgrad = operands.accumulate_wgrad_into(
                 context,
                 weight,
-                lambda dtype, out, beta: (
-                    gained.to(dtype) if out is None else accumulate_into(out, beta, gained)
+                lambda dtype, into: (
+                    gained.to(dtype) if into is None else accumulate_into(*into, gained)
                 ),
             )
         return (

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lowbit.kernels.engine import Into
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.fallback import WithSource, without_source
 from megatron_lowbit.layers.sharding import Shards, start_gather
@@ -200,28 +201,21 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
 def accumulate_wgrad_into(
     context: LinearContext,
     weight: Tensor,
-    wgrad: Callable[[torch.dtype, Tensor | None, bool], Tensor],
+    wgrad: Callable[[torch.dtype, Into], Tensor],
 ) -> Tensor:
     """Add dW to ``weight.main_grad`` and return a placeholder, or return dW for autograd to add.
 
-    ``wgrad`` computes dW in a dtype, and writes or adds it to a tensor unless that is None.
+    ``wgrad`` computes dW in a dtype, into a tensor as :meth:`Engine.gemm` unless that is None.
     """
     main_grad = main_grad_of(context, weight)
     if main_grad is None:
-        return wgrad(weight.dtype, None, False)
-    wgrad(torch.float32, *main_grad)
+        return wgrad(weight.dtype, None)
+    wgrad(torch.float32, main_grad)
     return added_to_main_grads([weight])[0]
 
 
-class MainGrad(NamedTuple):
-    """Main gradient (N, K) of a weight; ``beta`` is as for :meth:`Engine.gemm`."""
-
-    sums: Tensor
-    beta: bool
-
-
-def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
-    """Return the weight's main gradient; None where autograd adds dW.
+def main_grad_of(context: LinearContext, weight: Tensor) -> Into:
+    """Return the weight's main gradient (N, K), and True to add to it; None if autograd adds dW.
 
     Megatron-FSDP makes it on demand, and wants dW written. The first dW of a step is written too:
     reading what DistributedDataParallel has set to zero can take a third of the GEMM's time.
@@ -233,10 +227,10 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
     if sums is None:
         return None
     if getattr(weight, "overwrite_main_grad", False):
-        return MainGrad(sums, False)
+        return sums, False
     if context.main_grad_beta is not None:
-        return MainGrad(sums, context.main_grad_beta)
-    return MainGrad(sums, getattr(weight, "grad_added_to_main_grad", True))
+        return sums, context.main_grad_beta
+    return sums, getattr(weight, "grad_added_to_main_grad", True)
 
 
 def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
