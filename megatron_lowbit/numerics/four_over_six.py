@@ -16,7 +16,6 @@ near tie otherwise. A weight's transpose takes the weight's codes.) Stochastic r
 numbers of its own for each candidate: the choice then depends on them, which biases the result.
 """
 
-from collections.abc import Callable
 from functools import reduce
 from operator import add
 from typing import Literal
@@ -24,39 +23,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import multiplier
-from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
+from megatron_lowbit.numerics.formats import E4M3, encode
 
 Selection = Literal["none", "mse", "mae", "abs_max"]
-
-
-def better_scales(
-    tiles: Tensor,
-    base: Tensor,
-    tensor_scale: Tensor,
-    uniform: Tensor | None,
-    selection: Selection,
-    values: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Quantize blocks with the better of two scales each.
-
-    Args:
-        tiles: FP32 (R/rows, rows, K/16, 16), as ``block_format.blocks`` gives them.
-        base: FP32 block scales before rounding, (R/rows, 1, K/16, 1).
-        tensor_scale: FP32 scalar that decodes, 1 / S_enc; of rows (R, 1, 1, 1).
-        uniform: random numbers for both candidates, (2, R, K); None rounds to nearest.
-        selection: the error that is compared.
-        values: computes the values of E2M1 numbers with block scales, both in FP32.
-
-    Returns:
-        E2M1 codes of the shape of ``tiles``, and E4M3 scales of the shape of ``base``.
-    """
-    both = torch.stack([base, base * 1.5])
-    scales = encode(both, E4M3)
-    random = None if uniform is None else uniform.view(2, *tiles.shape)
-    codes = encode(tiles * multiplier(scales, tensor_scale), E2M1, random)
-    scales = scales.to(torch.float32)
-    return better_of(codes, scales, values(decode(codes, E2M1), scales) - tiles, selection)
 
 
 def better_of(
@@ -66,12 +35,12 @@ def better_of(
 
     ``codes`` and FP32 ``scales`` have both candidates, as ``difference`` of values from blocks.
     """
-    first, second = block_errors(difference, selection)
+    first, second = _block_errors(difference, selection)
     taken = torch.where(second < first, scales[1], scales[0])
     return torch.where(second < first, codes[1], codes[0]), encode(taken, E4M3)
 
 
-def block_errors(difference: Tensor, selection: Selection) -> Tensor:
+def _block_errors(difference: Tensor, selection: Selection) -> Tensor:
     """Return the error of each block of both candidates, (2, R/rows, 1, K/16, 1)."""
     if selection == "abs_max":
         return difference.abs().amax(dim=(2, 4), keepdim=True)

@@ -45,7 +45,7 @@ from megatron_lowbit.numerics.formats import (
     grid_to_codes,
     round_to_grid,
 )
-from megatron_lowbit.numerics.four_over_six import block_errors
+from megatron_lowbit.numerics.four_over_six import better_of
 
 BLOCK = 16
 _STEP = 6.0 / 7.0
@@ -84,11 +84,10 @@ class IF4(BlockFormat):
         values = torch.stack([floats, integers]) * scales * amax
         steps = torch.stack([torch.ones_like(amax), constant(_STEP, like=x)]).view(2, 1, 1, 1, 1)
         values = values * steps / torch.full_like(amax, largest * E4M3.max)
-        float_error, integer_error = block_errors(values - tiles, self.selection)
-        taken = integer_error < float_error
-        codes = torch.where(integers < 0, integers + 16.0, integers).nan_to_num().to(torch.uint8)
-        codes = torch.where(taken, codes, grid_to_codes(floats, E2M1))
-        stored = encode(torch.where(taken, -scales, scales), E4M3)
+        twos = torch.where(integers < 0, integers + 16.0, integers).nan_to_num().to(torch.uint8)
+        codes = torch.stack([grid_to_codes(floats, E2M1), twos])
+        both = torch.stack([scales, -scales])
+        codes, stored = better_of(codes, both, values - tiles, self.selection)
         return codes.view(x.shape), for_each_row(stored, 1), s_dec
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:

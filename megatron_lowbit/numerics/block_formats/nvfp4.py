@@ -57,8 +57,8 @@ from megatron_lowbit.numerics.block_format import (
     multiplier,
     row_amax,
 )
-from megatron_lowbit.numerics.formats import E2M1, E4M3, encode
-from megatron_lowbit.numerics.four_over_six import Selection, better_scales
+from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
+from megatron_lowbit.numerics.four_over_six import Selection, better_of
 
 BLOCK = 16
 FOLDABLE_MAX = 384.0
@@ -166,10 +166,12 @@ class NVFP4(BlockFormat):
             scales = encode(base, E4M3)
             codes = encode((tiles * multiplier(scales, s_dec)).view(x.shape), E2M1, uniform)
         else:
-            codes, scales = better_scales(
-                tiles, base, s_dec, uniform, self.four_over_six,
-                lambda numbers, scale: numbers * scale * amax / torch.full_like(amax, top),
-            )  # fmt: skip
+            both = encode(torch.stack([base, base * 1.5]), E4M3)
+            random = None if uniform is None else uniform.view(2, *tiles.shape)
+            numbers = encode(tiles * multiplier(both, s_dec), E2M1, random)
+            scales = both.to(torch.float32)
+            values = decode(numbers, E2M1) * scales * amax / torch.full_like(amax, top)
+            codes, scales = better_of(numbers, scales, values - tiles, self.four_over_six)
         s_dec = s_dec.view(-1, 1) if self.row_scaled else s_dec
         return codes.view(x.shape), for_each_row(scales, self.block_rows), s_dec
 
