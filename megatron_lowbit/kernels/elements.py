@@ -152,16 +152,6 @@ def rounded(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def fold_ratio(scale, top):
-    """Divide block scales by the tensor's largest; only blocks of zeros may have a larger one.
-
-    Both are powers of two from 2**-127 to 2**127, or NaN: products with the reciprocal are exact.
-    """
-    ratio = scale * tl.div_rn(tl.zeros_like(top) + 1.0, top)
-    return tl.minimum(ratio, 1.0, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def fold_pair(low, high, ratio, E: tl.constexpr):
     """Encode two tensors as :func:`encode_pair`, multiply the codes by a ratio, encode again.
 

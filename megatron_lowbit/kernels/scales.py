@@ -14,7 +14,6 @@ from megatron_lowbit.kernels.elements import (
     HARDWARE_CASTS,
     Element,
     abs_bits,
-    fold_ratio,
     magnitude_codes,
     round_nearest,
 )
@@ -240,4 +239,7 @@ def fold_scales(scale, decode, amax, S: tl.constexpr):
         amax = amax + tl.zeros((1,), tl.float32)
         _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
         top = tl.sum(top, 0)
-        return fold_ratio(scale, top) * FOLD_SCALE, top * (1.0 / FOLD_SCALE) * decode
+        # Powers of two, or NaN: exact. Only blocks of zeros may have a larger scale than the top.
+        ratio = scale * tl.div_rn(tl.zeros_like(top) + 1.0, top)
+        ratio = tl.minimum(ratio, 1.0, propagate_nan=tl.PropagateNan.ALL)
+        return ratio * FOLD_SCALE, top * (1.0 / FOLD_SCALE) * decode
