@@ -42,11 +42,7 @@ def make_table(
     steps: int | None = None,
     programs: int = 0,
 ) -> Table:
-    """Return the table that ``sections.table_of`` says, made on the device where counts are there.
-
-    Args:
-        tiles, fields, device, steps, programs: as for that.
-    """
+    """Return the table that ``sections.table_of`` says, made on the device if counts are there."""
     counted = [field for field in (tiles, *fields) if isinstance(field, OfCounts)]
     if not counted:
         return table_of(tiles, fields, device, steps, programs)  # type: ignore[arg-type]
@@ -57,7 +53,11 @@ def make_table(
         formulas.append(formula)
         numbers += pair
     if arrays:
-        _point_to_arrays(formulas, numbers, arrays, device)
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        there = _arrays_there(b"".join(array.tobytes() for array in arrays), device, stream)
+        rows = [row for row, formula in enumerate(formulas) if formula[0] == _ARRAY.value]
+        for number, row in enumerate(rows):
+            numbers[2 * row] = there.data_ptr() + number * arrays[0].nbytes
     matrices, all_tiles = len(counts), sum_of(tiles)
     count, header = columns_for(matrices), 0 if steps is None else 1 + programs
     words = len(formulas) * count + header + cdiv(all_tiles, 4)
@@ -85,20 +85,6 @@ def _formula(entries: Entries, arrays: list[np.ndarray]) -> tuple[Field, int, in
         return (_NUMBER.value, 1, -1), int(array[0]), int(steps[0]) if len(steps) else 0
     arrays.append(array)
     return (_ARRAY.value, 1, -1), 0, array.itemsize
-
-
-def _point_to_arrays(
-    formulas: Sequence[Field],
-    numbers: list[int],
-    arrays: Sequence[np.ndarray],
-    device: torch.device,
-) -> None:
-    """Set the bases of rows that are read from arrays to these arrays' addresses on the device."""
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    there = _arrays_there(b"".join(array.tobytes() for array in arrays), device, stream)
-    rows = [row for row, formula in enumerate(formulas) if formula[0] == _ARRAY.value]
-    for number, row in enumerate(rows):
-        numbers[2 * row] = there.data_ptr() + number * arrays[0].nbytes
 
 
 @lru_cache(maxsize=256)
