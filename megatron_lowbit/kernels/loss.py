@@ -56,9 +56,7 @@ def write_gradients(
     """Write the gradient of the losses in place of the logits.
 
     Args:
-        logits: as for :func:`row_statistics`.
-        labels: as for :func:`row_statistics`.
-        first: as for :func:`row_statistics`.
+        logits, labels, first: as for :func:`row_statistics`.
         statistics: maximum and sum of :func:`row_statistics`, of the whole vocabulary.
         grads: of each token's loss (tokens), contiguous, FP32.
     """

@@ -137,19 +137,17 @@ def allocator(
     What is the same in every operand is allocated once: scales of no elements, and the tensor scale
     of a format that has none, to which all kernels write 1.
     """
-    new_codes, new_scales = _allocation(layout.codes, device), lambda: None
-    if layout.scales is not None:
-        new_scales = _allocation(layout.scales, device)
-        if not layout.scales.numel:
-            new_scales = partial(_same, new_scales())
+    new_codes = _allocation(layout.codes, device)
+    new_scales = None if layout.scales is None else _allocation(layout.scales, device)
     has_scales = layout.scales is not None and layout.scales.numel > 0
+    no_scales = None if has_scales or new_scales is None else new_scales()
     scale_shape = (layout.shape[0], 1) if layout.format.scales_tensor_rows else ()
     new_tensor_scale = _allocation(Memory(scale_shape, torch.float32), device)
-    if not layout.tensor_scaled:
-        new_tensor_scale = partial(_same, _unit(device))
+    unit = None if layout.tensor_scaled else _unit(device)
 
     def allocate() -> tuple[QuantizedTensor | ExactBF16, Written]:
-        codes, scales, tensor_scale = new_codes(), new_scales(), new_tensor_scale()
+        codes, scales = new_codes(), new_scales() if has_scales else no_scales
+        tensor_scale = new_tensor_scale() if unit is None else unit
         written = codes, scales if has_scales else None, tensor_scale
         return layout.operand(codes, scales, tensor_scale), written
 
@@ -166,10 +164,6 @@ def _allocation(memory: Memory, device: torch.device) -> Callable[[], Tensor]:
     if allocate is None:  # a device without memory
         return partial(torch.empty, memory.shape, dtype=memory.dtype, device=device)
     return partial(allocate, memory.shape, strides, memory.dtype)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @cache
