@@ -1,6 +1,5 @@
 """Quantization of many similar matrices, such as experts' tokens or weights, by one launch."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -136,9 +135,9 @@ class _Plan(NamedTuple):
     shared: bool
     height: int
     filled: int
-    amax: tuple[Launcher, Launcher]
+    amax: list[Launcher]
     amax_tiles: int
-    quantize: tuple[Launcher, Launcher]
+    quantize: list[Launcher]
     quantize_tiles: int
 
 
@@ -169,33 +168,26 @@ def _plan(
     shared = any(measures) and set(amaxes) <= {None, NO_TRANSFORM}
 
     def launchers(
-        kernel: Any,
-        tile: tuple[int, int],
-        sides: Sequence[Any],
-        varying: Sequence[int],
-        **options: Any,
-    ) -> tuple[Launcher, Launcher]:
-        even_columns = across % tile[1] == 0
-        first, second = (
-            # All that a launch gives is aligned, or in the table.
-            Launcher(
-                kernel, 0, (*tile, *sides, even, count), varying, enable_fp_fusion=False, **options
-            )
-            for even in (False, even_columns)
-        )
-        return first, second
+        kernel: Any, tile: tuple[int, int], *sides: Any, **options: Any
+    ) -> list[Launcher]:
+        # All that a launch gives is aligned, or in the table.
+        return [
+            Launcher(kernel, 0, (*tile, *sides, even, count), enable_fp_fusion=False, **options)
+            for even in (False, across % tile[1] == 0)
+        ]
 
     sides = [NO_TRANSFORM, None] if shared else amaxes
+    views = views_of(*written)
     return _Plan(
         (layouts[0], layouts[1]),
         measures,
         shared,
         tile[0],
         STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
-        launchers(amax_kernel, amax_shape, sides, (AMAX_TOKENS,), views=BITS, num_warps=4),
+        launchers(amax_kernel, amax_shape, *sides, varying=(AMAX_TOKENS,), views=BITS, num_warps=4),
         cdiv(across, amax_shape[1]),
         launchers(
-            quantize_kernel, tile, specs, (TILES_DONE, TOKENS), views=views_of(*written), **options
+            quantize_kernel, tile, *specs, varying=(TILES_DONE, TOKENS), views=views, **options
         ),
         cdiv(across, tile[1]),
     )
