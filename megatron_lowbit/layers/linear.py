@@ -93,13 +93,11 @@ def backward_linear(
         dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
     if needs[1]:
         # dW = dY^T . X
-        wgrad = operands.accumulate_wgrad_into(
-            context,
-            weight,
-            lambda dtype, into: context.gemm(
-                Gemm.WGRAD, wgrad_grad, wgrad_input(), dtype, into=into
-            ),
-        )
+        into = operands.main_grad_of(context, weight)
+        dtype = weight.dtype if into is None else torch.float32
+        wgrad = context.gemm(Gemm.WGRAD, wgrad_grad, wgrad_input(), dtype, into=into)
+        if into is not None:
+            wgrad = operands.added_to_main_grads([weight])[0]
     if handle is not None:
         handle.wait()
     return dgrad, wgrad

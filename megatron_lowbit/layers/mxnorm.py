@@ -90,13 +90,12 @@ class _MXNormLinear(torch.autograd.Function):
             gain_grad = _gain_grad(context.shards, product, weight).to(gain.dtype)
         if product is not None and needs_weight:
             gained = product * gain.float()
-            wgrad = operands.accumulate_wgrad_into(
-                context,
-                weight,
-                lambda dtype, into: (
-                    gained.to(dtype) if into is None else accumulate_into(*into, gained)
-                ),
-            )
+            into = operands.main_grad_of(context, weight)
+            if into is None:
+                wgrad = gained.to(weight.dtype)
+            else:
+                accumulate_into(*into, gained)
+                wgrad = operands.added_to_main_grads([weight])[0]
         return (
             context.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,
             gain_grad,

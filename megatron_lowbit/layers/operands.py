@@ -198,22 +198,6 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
     return dgrad, None
 
 
-def accumulate_wgrad_into(
-    context: LinearContext,
-    weight: Tensor,
-    wgrad: Callable[[torch.dtype, Into], Tensor],
-) -> Tensor:
-    """Add dW to ``weight.main_grad`` and return a placeholder, or return dW for autograd to add.
-
-    ``wgrad`` computes dW in a dtype, into a tensor as :meth:`Engine.gemm` unless that is None.
-    """
-    main_grad = main_grad_of(context, weight)
-    if main_grad is None:
-        return wgrad(weight.dtype, None)
-    wgrad(torch.float32, main_grad)
-    return added_to_main_grads([weight])[0]
-
-
 def main_grad_of(context: LinearContext, weight: Tensor) -> Into:
     """Return the weight's main gradient (N, K), and True to add to it; None if autograd adds dW.
 
