@@ -52,16 +52,13 @@ class Shards:
             # On the device: a capture in a CUDA graph cannot copy them there.
             device = None if self.out_features is None else self.out_features.device
             token_numbers = torch.arange(rank * tokens, (rank + 1) * tokens, device=device)
-        features = {Role.INPUT: self.in_features, Role.GRAD: self.out_features}.get(role)
-        axes = {
-            (Gemm.FPROP, Role.INPUT): (token_numbers, features),
-            (Gemm.FPROP, Role.WEIGHT): (self.out_features, self.in_features),
-            (Gemm.DGRAD, Role.GRAD): (token_numbers, features),
-            (Gemm.DGRAD, Role.WEIGHT): (self.in_features, self.out_features),
-            (Gemm.WGRAD, Role.GRAD): (features, token_numbers),
-            (Gemm.WGRAD, Role.INPUT): (features, token_numbers),
-        }
-        rows, columns = axes[gemm, role]
+        rows, columns = {
+            Role.INPUT: (token_numbers, self.in_features),
+            Role.WEIGHT: (self.out_features, self.in_features),
+            Role.GRAD: (token_numbers, self.out_features),
+        }[role]
+        if gemm == Gemm.WGRAD or (gemm == Gemm.DGRAD and role == Role.WEIGHT):
+            rows, columns = columns, rows  # of the transpose
         groups = None
         if columns is not None:
             groups = columns[::GROUP] // GROUP
