@@ -40,10 +40,12 @@ def ssd(
     decays = _segment_sums(log).exp()
     scores = torch.einsum("zkthn,zkshn->zkhts", c, b) * decays
     y = torch.einsum("zkhts,zkshp->zkthp", scores, x)
-    # States that each chunk adds by its end, and what reaches the start of each chunk.
+    # States that each chunk adds by its end.
     to_end = decays[..., -1, :].permute(0, 1, 3, 2)
     added = torch.einsum("zkshn,zkshp->zkhpn", b * to_end[..., None], x)
-    states = _carried(added, log.sum(-1))
+    # States at the start of chunk k: what chunk j < k added, decayed over the chunks between.
+    sums = _segment_sums(F.pad(log.sum(-1).permute(0, 2, 1), (1, 0)))
+    states = torch.einsum("zhkj,zjhpn->zkhpn", sums[..., :-1, 1:].exp(), added)
     from_start = log.cumsum(-1).exp().permute(0, 1, 3, 2)
     y = y + torch.einsum("zkthn,zkhpn->zkthp", c * from_start[..., None], states)
     return y.flatten(1, 2)[:, :length] + skipped
@@ -65,16 +67,6 @@ def _segment_sums(x: Tensor) -> Tensor:
     past = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
     terms = x[..., :, None].expand(*x.shape, n).masked_fill(~past.tril(-1), 0.0)
     return terms.cumsum(-2).masked_fill(~past, -torch.inf)
-
-
-def _carried(added: Tensor, log: Tensor) -> Tensor:
-    """Return states at the start of each chunk from the chunks' sums (batch, chunk, head, p, n).
-
-    ``log`` (batch, chunk, head): the logarithm of each chunk's whole decay.
-    """
-    # Chunk k gets what chunk j < k added, decayed over the chunks between.
-    sums = _segment_sums(F.pad(log.permute(0, 2, 1), (1, 0)))
-    return torch.einsum("zhkj,zjhpn->zkhpn", sums[..., :-1, 1:].exp(), added)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
