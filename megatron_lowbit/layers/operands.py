@@ -14,7 +14,7 @@ from megatron_lowbit.layers.fallback import WithSource, without_source
 from megatron_lowbit.layers.sharding import Shards, start_gather
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.numerics.gemms import Gemm, Role
-from megatron_lowbit.numerics.plan import Moment, Saved, Source
+from megatron_lowbit.numerics.plan import Saved, Source
 
 
 def quantize_input(
@@ -120,9 +120,8 @@ def quantize_weight(
     context's, for the weights of experts. Dgrad's is None where backward quantizes it, and fprop's
     own (N, K) where dgrad takes its values.
     """
-    plan = context.plan()
-    fprop, dgrad = plan[Gemm.FPROP, Role.WEIGHT], plan[Gemm.DGRAD, Role.WEIGHT]
-    cache = context.weight_cache if fprop.moment is Moment.STEP else None
+    dgrad = context.plan()[Gemm.DGRAD, Role.WEIGHT]
+    cache = context.weight_cache if context.precision.caches_weight else None
     if cache is not None and cache.operands is not None:
         return cache.operands
     col = Gemm.DGRAD if dgrad.saved is Saved.OPERAND else None

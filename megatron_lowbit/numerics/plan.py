@@ -1,4 +1,4 @@
-"""Plan of a linear layer: source, moment and form of each operand of its three GEMMs.
+"""Plan of a linear layer: source and form of each operand of its three GEMMs.
 
 All that follows from a precision, from how tokens are split over ranks and from whether a backward
 pass follows is decided here, once. Layers follow the plan; the planner of memory and time reads it.
@@ -31,15 +31,6 @@ class Source(StrEnum):
     """The values of fprop's operand in BF16, quantized again."""
 
 
-class Moment(StrEnum):
-    """Time at which an operand gets its bits."""
-
-    STEP = "step"
-    """In forward, once for all microbatches of a step where the layer has a cache."""
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
 class Saved(StrEnum):
     """Tensor that forward saves for an operand of backward."""
 
@@ -58,7 +49,6 @@ class OperandPlan:
     Attributes:
         quantizer: format and rounding; None for high precision.
         source: tensor that it is made from.
-        moment: time at which it is quantized.
         saved: tensor that forward saves for it; None for an operand of fprop, for gradients, and
             where no backward pass follows.
         stays: True if it is in memory after its GEMM, so that its form takes no more than codes do.
@@ -70,7 +60,6 @@ class OperandPlan:
 
     quantizer: Quantizer | None
     source: Source = Source.TENSOR
-    moment: Moment = Moment.FORWARD
     saved: Saved | None = None
     stays: bool = False
     codes: bool = False
@@ -89,14 +78,13 @@ def make_plan(
     fprop_input, wgrad_input = _inputs(precision, training, split_tokens, saves_input)
     fprop_weight, dgrad_weight = _weights(precision, training)
     of_dgrad = wgrad.lhs_of_dgrad
-    dgrad_grad = OperandPlan(dgrad.lhs, moment=Moment.BACKWARD, codes=of_dgrad)
     grad_source = Source.DEQUANTIZED if of_dgrad else Source.TENSOR
     return {
         (Gemm.FPROP, Role.INPUT): fprop_input,
         (Gemm.FPROP, Role.WEIGHT): fprop_weight,
-        (Gemm.DGRAD, Role.GRAD): dgrad_grad,
+        (Gemm.DGRAD, Role.GRAD): OperandPlan(dgrad.lhs, codes=of_dgrad),
         (Gemm.DGRAD, Role.WEIGHT): dgrad_weight,
-        (Gemm.WGRAD, Role.GRAD): OperandPlan(wgrad.lhs, grad_source, Moment.BACKWARD),
+        (Gemm.WGRAD, Role.GRAD): OperandPlan(wgrad.lhs, grad_source),
         (Gemm.WGRAD, Role.INPUT): wgrad_input,
     }
 
@@ -108,21 +96,19 @@ def _inputs(
     source, split = _source(wgrad.rhs_of_fprop, wgrad.requantizes_rhs), split_tokens > 0
     reuses = source is not Source.TENSOR
     gathers = split and not fprop.fallback and _gathers_codes(precision, Gemm.FPROP, split_tokens)
-    saved, moment = Saved.TENSOR, Moment.BACKWARD
+    saved = Saved.TENSOR
     if not saves_input and reuses and (gathers or not split):
         saved = Saved.FPROP
-        moment = Moment.FORWARD if source is Source.DEQUANTIZED else moment
     elif not (saves_input or reuses or wgrad.rhs is None or wgrad.fallback) and (
         not split or _gathers_codes(precision, Gemm.WGRAD, split_tokens)
     ):
-        saved, moment = Saved.OPERAND, Moment.FORWARD
+        saved = Saved.OPERAND
     saves_own, reused = saved is Saved.OPERAND, training and saved is Saved.FPROP
     return (
         OperandPlan(fprop.lhs, codes=gathers or reused, gathers_codes=gathers),
         OperandPlan(
             wgrad.rhs,
             source,
-            moment,
             saved if training else None,
             stays=saves_own,
             codes=split and saves_own,
@@ -134,19 +120,16 @@ def _inputs(
 def _weights(precision: "LinearPrecision", training: bool) -> tuple[OperandPlan, OperandPlan]:
     fprop, dgrad, cached = precision.fprop, precision.dgrad, precision.caches_weight
     serves = precision.weight_serves_dgrad
-    in_forward = Moment.STEP if cached else Moment.FORWARD
     source = Source.TRANSPOSE if serves else _source(dgrad.rhs_of_fprop, dgrad.requantizes_rhs)
-    saved, moment = Saved.TENSOR, Moment.BACKWARD
+    saved = Saved.TENSOR
     if source is Source.DEQUANTIZED:
-        saved, moment = Saved.FPROP, in_forward
+        saved = Saved.FPROP
     elif serves or (cached and source is Source.TENSOR and dgrad.rhs is not None):
-        saved, moment = Saved.OPERAND, in_forward
+        saved = Saved.OPERAND
     stays = serves or cached
-    of_dgrad = OperandPlan(
-        dgrad.rhs, source, moment, saved if training else None, stays and saved is Saved.OPERAND
-    )
-    weight = OperandPlan(fprop.rhs, moment=in_forward, stays=stays, codes=dgrad.rhs_of_fprop)
-    return weight, of_dgrad
+    own = stays and saved is Saved.OPERAND
+    of_dgrad = OperandPlan(dgrad.rhs, source, saved if training else None, own)
+    return OperandPlan(fprop.rhs, stays=stays, codes=dgrad.rhs_of_fprop), of_dgrad
 
 
 def _source(values: bool, requantized: bool) -> Source:

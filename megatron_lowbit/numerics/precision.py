@@ -206,7 +206,7 @@ class LinearPrecision:
     def plan(
         self, training: bool = True, split_tokens: int = 0, saves_input: bool = False
     ) -> LinearPlan:
-        """Return the source, moment and form of each operand; computed once.
+        """Return the source and form of each operand; computed once.
 
         Args:
             training: True if a backward pass follows.

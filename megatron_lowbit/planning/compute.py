@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_lowbit.kernels.support import kernel_of
 from megatron_lowbit.numerics import Quantizer, Request, Rounding
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
-from megatron_lowbit.numerics.plan import Moment, Source
+from megatron_lowbit.numerics.plan import Source
 from megatron_lowbit.planning.device import ADDS_PRODUCTS, BF16, FOLDED, FP32, Device, operand_bytes
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.model import (
@@ -260,12 +260,12 @@ def _quantization(
     fprop, dgrad, wgrad = Gemm
     forward = quantized(Role.INPUT, fprop, wgrad, saved=(wgrad,))
     backward = quantized(Role.GRAD, dgrad, wgrad) + unpacked(Role.INPUT, wgrad)
-    plan, weight = precision.plan(), Role.WEIGHT
-    if plan[fprop, weight].moment is Moment.STEP:
+    weight = Role.WEIGHT
+    if precision.caches_weight:
         forward += unpacked(weight, fprop)
         backward += unpacked(weight, dgrad)
         return forward, backward, quantized(weight, fprop, dgrad, saved=(fprop, dgrad))
-    if plan[dgrad, weight].source is Source.TRANSPOSE:
+    if precision.plan()[dgrad, weight].source is Source.TRANSPOSE:
         return forward + quantized(weight, fprop, dgrad), backward, 0.0
     return forward + quantized(weight, fprop), backward + quantized(weight, dgrad), 0.0
 

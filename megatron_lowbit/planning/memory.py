@@ -10,7 +10,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from megatron_lowbit.numerics.gemms import Gemm, Role
-from megatron_lowbit.numerics.plan import Moment, Saved, Source
+from megatron_lowbit.numerics.plan import Saved, Source
 from megatron_lowbit.planning.compute import (
     fuses_mlp,
     gradient_bytes,
@@ -196,7 +196,7 @@ def quantized_weight_bytes(
         for weight in weights
     )
     source = weights[1].source
-    if weights[0].moment is not Moment.STEP:
+    if not linear.precision.caches_weight:
         return 0.0, dgrad if source is Source.TRANSPOSE else 0.0
     is_shared = source is Source.DEQUANTIZED or (
         source is Source.TRANSPOSE and (is_exact or stored)

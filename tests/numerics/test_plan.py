@@ -1,12 +1,11 @@
-"""Plans of a linear layer's operands: sources, moments, and what forward saves and gathers."""
+"""Plans of a linear layer's operands: sources, and what forward saves and gathers."""
 
 import pytest
 
-from megatron_lowbit.numerics.plan import Moment, Saved, Source
+from megatron_lowbit.numerics.plan import Saved, Source
 from megatron_lowbit.recipes import OPERANDS, load_precision, load_recipe
 
 AGAIN = Source.REQUANTIZED
-STEP, FORWARD, BACKWARD = Moment
 OPERAND, FPROP, TENSOR = Saved
 ROWS = ["weight.format=nvfp4"]
 DRAWN = [*ROWS, "weight.rounding=stochastic"]
@@ -27,18 +26,18 @@ def test_the_six_operands():
 @pytest.mark.parametrize(
     ("overrides", "weight", "wgrad_input"),
     [
-        ([], (Source.TRANSPOSE, STEP, OPERAND), (Source.TENSOR, FORWARD, OPERAND)),
-        (ROWS, (Source.TENSOR, STEP, OPERAND), (Source.TENSOR, FORWARD, OPERAND)),
-        (DRAWN, (Source.TENSOR, BACKWARD, TENSOR), (Source.TENSOR, FORWARD, OPERAND)),
-        (OF_FPROP, (Source.DEQUANTIZED, STEP, FPROP), (Source.DEQUANTIZED, FORWARD, FPROP)),
-        (REQUANTIZED, (AGAIN, BACKWARD, TENSOR), (AGAIN, BACKWARD, FPROP)),
-        (["fallback=bf16"], (Source.TRANSPOSE, STEP, OPERAND), (Source.TENSOR, BACKWARD, TENSOR)),
+        ([], (Source.TRANSPOSE, OPERAND), (Source.TENSOR, OPERAND)),
+        (ROWS, (Source.TENSOR, OPERAND), (Source.TENSOR, OPERAND)),
+        (DRAWN, (Source.TENSOR, TENSOR), (Source.TENSOR, OPERAND)),
+        (OF_FPROP, (Source.DEQUANTIZED, FPROP), (Source.DEQUANTIZED, FPROP)),
+        (REQUANTIZED, (AGAIN, TENSOR), (AGAIN, FPROP)),
+        (["fallback=bf16"], (Source.TRANSPOSE, OPERAND), (Source.TENSOR, TENSOR)),
     ],
-)  # fmt: skip
+)
 def test_operands_of_the_backward_pass(overrides, weight, wgrad_input):
     plan = plan_of(overrides)
     for operand, expected in (("dgrad", "weight"), weight), (("wgrad", "input"), wgrad_input):
-        assert (plan[operand].source, plan[operand].moment, plan[operand].saved) == expected
+        assert (plan[operand].source, plan[operand].saved) == expected
     evaluated = plan_of(overrides, False)
     assert not any(operand.saved for operand in evaluated.values())
 
@@ -61,9 +60,8 @@ def test_what_sequence_parallelism_gathers_as_codes(overrides, tokens, gathers):
     assert inputs[1].saved is TENSOR or gathers[1]
 
 
-def test_an_input_that_is_saved_itself_is_quantized_in_backward():
-    wgrad = plan_of([], True, 0, True)["wgrad", "input"]
-    assert (wgrad.moment, wgrad.saved) == (BACKWARD, TENSOR)
+def test_an_input_that_is_saved_itself():
+    assert plan_of([], True, 0, True)["wgrad", "input"].saved is TENSOR
 
 
 def test_a_plan_is_made_once():
