@@ -27,8 +27,11 @@ class BlockFormat(ABC):
     set, with their values, the default first.
 
     ``scale_dtype`` is the dtype of stored scales; square blocks repeat theirs for each row if
-    ``repeats_scales``. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,
-    others in FP32, where no faster route takes them (``kernels/routes.py``).
+    ``repeats_scales``. Operands that are ``exact_in_bf16``, an element times its block scale being
+    a BF16 number, are multiplied by BF16 tensor cores, others in FP32, where no faster route takes
+    them (``kernels/routes.py``). A format ``folds`` if a code times its block's scale is an FP8
+    number, as in ``folding.py``. ``draws`` are the random numbers that stochastic rounding takes
+    for an element.
     """
 
     name: str
@@ -42,6 +45,9 @@ class BlockFormat(ABC):
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {}
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
     repeats_scales: ClassVar[bool] = True
+    exact_in_bf16: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
+    draws: ClassVar[int] = 1
 
     @abstractmethod
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
@@ -100,21 +106,6 @@ class BlockFormat(ABC):
     def random_bits(self) -> int:
         """Random bits of each number that stochastic rounding takes: 8 or 16."""
         return self.element.random_bits
-
-    @property
-    def draws(self) -> int:
-        """Random numbers that stochastic rounding takes for an element."""
-        return 1
-
-    @property
-    def exact_in_bf16(self) -> bool:
-        """True if an element times its block scale is a BF16 number."""
-        return False
-
-    @property
-    def folds(self) -> bool:
-        """True if a code times its block's scale is an FP8 number, as in ``folding.py``."""
-        return False
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of the stored scales of (rows, columns), whole blocks along columns."""

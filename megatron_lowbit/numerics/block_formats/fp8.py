@@ -61,7 +61,7 @@ class FP8Tile(BlockFormat):
         return self.element.bits + self.scale_bits / (self.block_rows * self.block)
 
     @property
-    def folds(self) -> bool:
+    def folds(self) -> bool:  # type: ignore[override]
         """True for power-of-two scales."""
         return self.scale_format == "pow2"
 

@@ -124,12 +124,12 @@ class NVFP4(BlockFormat):
         return not self.row_scaled
 
     @property
-    def draws(self) -> int:
+    def draws(self) -> int:  # type: ignore[override]
         """Two where two candidates are rounded."""
         return 1 if self.four_over_six == "none" else 2
 
     @property
-    def folds(self) -> bool:
+    def folds(self) -> bool:  # type: ignore[override]
         """True if a code times its block's scale is an FP8 number."""
         return self.block_scales != "e4m3"
 
