@@ -63,6 +63,8 @@ class Engine:
     name: str
     arithmetic = REFERENCE
     """Elementwise functions that quantize and decode."""
+    multiplies_groups: bool = False
+    """True if one launch multiplies many pairs of matrices in BF16."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -161,11 +163,6 @@ class Engine:
     ) -> str:
         """Describe how two formats (None: high precision) are multiplied."""
         return "dequantized to FP32, FP32 sums"
-
-    @property
-    def multiplies_groups(self) -> bool:
-        """True if one launch multiplies many pairs of matrices in BF16."""
-        return False
 
     def takes_counts(self, pairs: Pairs, weights: Sequence[Tensor], rows: int) -> bool:
         """Return True if how many rows go to each weight may stay on the device.

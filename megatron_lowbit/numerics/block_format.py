@@ -65,6 +65,8 @@ class BlockFormat(ABC):
 
         Rows after the last one of interest may have been cut off codes and scales.
         """
+        if self.block == 1:
+            return decode(codes, self.element) * (scales if self.row_scaled else tensor_scale)
         if not self.repeats_scales:
             scales = scales.repeat_interleave(self.block_rows, dim=0)[: codes.shape[0]]
         shape = codes.shape[-1] // self.block, self.block
@@ -100,7 +102,8 @@ class BlockFormat(ABC):
     @property
     def bits_per_element(self) -> float:
         """Bits per element that a tensor core reads: its own and its share of the block scale."""
-        return self.element.bits + self.scale_bits / self.block
+        rows = 1 if self.repeats_scales else self.block_rows
+        return self.element.bits + self.scale_bits / (rows * self.block)
 
     @property
     def random_bits(self) -> int:

@@ -27,7 +27,7 @@ from megatron_lowbit.numerics.block_format import (
     encode_scale,
     finite_amax,
 )
-from megatron_lowbit.numerics.formats import E4M3, E5M2, ElementFormat, decode, encode
+from megatron_lowbit.numerics.formats import E4M3, E5M2, ElementFormat, encode
 
 TILE = 128
 
@@ -54,11 +54,6 @@ class FP8Tile(BlockFormat):
     repeats_scales = False
     # A program of the kernels holds a tile; one of 256x256 is too large.
     OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2"), "block": (TILE, 64, 32, 16)}
-
-    @property
-    def bits_per_element(self) -> float:
-        """Bits per element that a tensor core reads; a tile's scale is stored once."""
-        return self.element.bits + self.scale_bits / (self.block_rows * self.block)
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
@@ -93,10 +88,6 @@ class FP8Tensor(BlockFormat):
         scale = _encode_scale(finite_amax(amax), self.element, self.scale_format)
         codes = encode(x * scale, self.element, uniform)
         return codes, x.new_empty((x.shape[0], 0)), 1.0 / scale
-
-    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Decode to FP32 (R, K)."""
-        return decode(codes, self.element) * tensor_scale
 
 
 FORMATS = (

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat, Encoded, constant, row_amax
-from megatron_lowbit.numerics.formats import E4M3, E5M2, decode, encode
+from megatron_lowbit.numerics.formats import E4M3, E5M2, encode
 
 _FLT_MAX = torch.finfo(torch.float32).max
 
@@ -47,10 +47,6 @@ class FP8Row(BlockFormat):
         inverse = torch.where(scales == 0, 0.0, inverse)
         codes = encode(x * inverse, self.element, uniform)
         return codes, scales, constant(1.0, like=x)
-
-    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Decode to FP32 (R, K)."""
-        return decode(codes, self.element) * scales
 
 
 FORMATS = tuple(FP8Row(f"fp8-row-{element.name}", element, 1) for element in (E4M3, E5M2))
