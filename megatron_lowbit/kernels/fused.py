@@ -53,6 +53,8 @@ class FusedEngine(Engine):
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
         self.capability = capability
+        # By Hopper's tensor memory accelerator.
+        self.multiplies_groups = capability[0] == 9
 
     def describe(self, lhs: routes.Format, rhs: routes.Format, folding: bool = True) -> str:
         """Describe the route of two formats and its sums."""
@@ -108,11 +110,6 @@ class FusedEngine(Engine):
         if not takes_request(request.keyless) or not codes.shape[0]:
             return super().split_rows(codes, rows, request)
         return place_rows(codes, rows, request)
-
-    @property
-    def multiplies_groups(self) -> bool:
-        """True on Hopper, whose tensor memory accelerator the kernels use."""
-        return self.capability[0] == 9
 
     def takes_counts(self, pairs: Pairs, weights: Sequence[Tensor], rows: int) -> bool:
         """Return True where each operation is one launch, and would be with known numbers."""
