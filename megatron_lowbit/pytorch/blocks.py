@@ -10,7 +10,7 @@ from megatron_lowbit.recipes import Layer
 
 BLOCK_LISTS = ("layers", "layer", "h", "blocks", "block")
 """Names of the lists in which models keep their blocks."""
-_WRAPPED = "base_layer"
+WRAPPED = "base_layer"
 """Name under which an adapter of PEFT keeps the layer that it adapts."""
 _ADAPTER = re.compile(r"\blora_[ab]\b", re.IGNORECASE)
 """Part of the paths of low-rank adapters in other libraries."""
@@ -66,9 +66,9 @@ def modules_in_blocks(model: nn.Module, paths: Sequence[str]) -> Iterator[tuple[
     for number, path in enumerate(paths):
         block = model.get_submodule(path)
         modules = dict(block.named_modules(prefix=path, remove_duplicate=False))
-        adapted = [name.removesuffix(_WRAPPED) for name in modules if name.endswith(_WRAPPED)]
+        adapted = [name.removesuffix(WRAPPED) for name in modules if name.endswith(WRAPPED)]
         for name, module in modules.items():
-            own_path = name.replace(f".{_WRAPPED}", "")
+            own_path = name.replace(f".{WRAPPED}", "")
             is_adapter = own_path == name and name.startswith(tuple(adapted))
             if not is_adapter and not _ADAPTER.search(name):
                 yield Layer(own_path, number, len(paths)), module

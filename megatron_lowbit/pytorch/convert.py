@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 from torch import nn
 
 from megatron_lowbit.errors import UserError, require, require_type
-from megatron_lowbit.pytorch.blocks import block_paths, modules_in_blocks
+from megatron_lowbit.pytorch.blocks import WRAPPED, block_paths, modules_in_blocks
 from megatron_lowbit.pytorch.linear import (
     EvalPrecision,
     LowbitLinear,
@@ -27,8 +27,6 @@ _FORWARDS = ("forward", "_old_forward")
 took the place of the first."""
 ONE_MATRIX = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of a module's linear layers whose weights are one matrix in Megatron-LM."""
-_WRAPPED = ".base_layer"
-"""End of a module's path within an adapter of PEFT."""
 
 
 def convert(
@@ -189,7 +187,7 @@ def _share_scales(
     """Let modules of one precision whose weights Megatron-LM holds as one share a tensor scale."""
     groups: dict[tuple[str, Sequence[str], LinearPrecision], list[LowbitLinear]] = {}
     for layer, module in linears:
-        parent, _, name = layer.path.removesuffix(_WRAPPED).rpartition(".")
+        parent, _, name = layer.path.removesuffix(f".{WRAPPED}").rpartition(".")
         for names in ONE_MATRIX:
             if name in names and isinstance(module, LowbitLinear):
                 groups.setdefault((parent, names, precisions[module]), []).append(module)
