@@ -25,7 +25,6 @@ from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launch
 from megatron_lowbit.kernels.of_counts import Numbers, OfCounts, smaller_of, sum_of, unless_empty
 from megatron_lowbit.kernels.operand_group import Matrices, OperandGroup, decode, matrices_of
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
-from megatron_lowbit.kernels.sections import Table
 from megatron_lowbit.kernels.split import ColumnSlices, RowSlices, SeparateMatrices
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
@@ -121,43 +120,34 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: SeparateMatrices, beta: 
     fields: tuple[Entries, ...] = (
         outs.addresses, lhs.rows, rhs.rows, lhs.factors, rhs.factors
     )  # fmt: skip
-    if lhs.template.element_size() == 1 and not scaled:
-        _multiply_stacked(lhs, rhs, outs, beta, terms, fields)
-        return
-    has_few_terms = sum_of(terms) <= _FEW_TERMS * len(outs)
-    *tile, warps, stages = _FP8_TILES if scaled else _BF16_FEW if has_few_terms else _BF16
-    fields += (
-        terms, lhs.addresses, lhs.steps, lhs.scales if scaled else 0,
-        rhs.addresses, rhs.steps, rhs.scales if scaled else 0,
-    )  # fmt: skip
-    tiles = cdiv(lhs.rows, tile[0]) * cdiv(rhs.rows, tile[1])
-    table = make_table(tiles, fields, lhs.template.device)
-    constants = *tile, lhs.by_rows, rhs.by_rows, scaled, beta
-    matrices = lhs.template, rhs.template, outs.template
-    _launch(grouped_kernel, constants, warps, stages, table, matrices, table.programs)
-
-
-def _multiply_stacked(
-    lhs: Matrices,
-    rhs: Matrices,
-    outs: SeparateMatrices,
-    beta: bool,
-    terms: Numbers,
-    fields: tuple[Entries, ...],
-) -> None:
-    """Multiply FP8 that is parts of one matrix per side; ``fields`` are the table's first rows."""
+    templates = lhs.template, rhs.template, outs.template
     device = lhs.template.device
-    occupancy, parts, warps = _STACKED[outs.template.dtype]
-    # A product without terms is a step outside of both matrices, where zeros are read.
-    steps = unless_empty(cdiv(terms, 128), terms, 1)
-    tiles = cdiv(lhs.rows, 128) * cdiv(rhs.rows, 128)
-    fields += (steps, *_rows_of_results(outs), *_stack(lhs, terms), *_stack(rhs, terms))
-    programs = min(occupancy * multiprocessors(device), max(1, sum_of(tiles)))
-    table = make_table(tiles, fields, device, STEPS.value, programs)
-    matrices = lhs.template, rhs.template, outs.template
-    _launch(
-        stacked_kernel, (128 // parts, 128, 128, parts, beta), warps, 3, table, matrices, programs
-    )
+    if lhs.template.element_size() == 1 and not scaled:
+        kernel, stages = stacked_kernel, 3
+        occupancy, parts, warps = _STACKED[outs.template.dtype]
+        # A product without terms is a step outside of both matrices, where zeros are read.
+        steps = unless_empty(cdiv(terms, 128), terms, 1)
+        tiles = cdiv(lhs.rows, 128) * cdiv(rhs.rows, 128)
+        fields += (steps, *_rows_of_results(outs), *_stack(lhs, terms), *_stack(rhs, terms))
+        programs = min(occupancy * multiprocessors(device), max(1, sum_of(tiles)))
+        table = make_table(tiles, fields, device, STEPS.value, programs)
+        constants = 128 // parts, 128, 128, parts, beta, table.count
+    else:
+        kernel = grouped_kernel
+        has_few_terms = sum_of(terms) <= _FEW_TERMS * len(outs)
+        *tile, warps, stages = _FP8_TILES if scaled else _BF16_FEW if has_few_terms else _BF16
+        fields += (
+            terms, lhs.addresses, lhs.steps, lhs.scales if scaled else 0,
+            rhs.addresses, rhs.steps, rhs.scales if scaled else 0,
+        )  # fmt: skip
+        tiles = cdiv(lhs.rows, tile[0]) * cdiv(rhs.rows, tile[1])
+        table = make_table(tiles, fields, device)
+        programs = table.programs
+        constants = *tile, lhs.by_rows, rhs.by_rows, scaled, beta, table.count
+    options = ("num_warps", warps), ("num_stages", stages)
+    types = *(template.dtype for template in templates), table.entries.device
+    launch = table_launcher(kernel, constants, options, (1, 2, 3), *types)
+    launch((table.entries, *templates), programs)
 
 
 def _stack(side: Matrices, terms: Numbers) -> tuple[Entries, ...]:
@@ -177,22 +167,6 @@ def _rows_of_results(outs: SeparateMatrices) -> tuple[int, Numbers]:
     rows, rest = np.divmod(addresses - first, step)
     stacked = (rest == 0) & (rows < NOT_STACKED.value)
     return first, np.where(stacked, rows, NOT_STACKED.value)
-
-
-def _launch(
-    kernel: Any,
-    constants: tuple,
-    warps: int,
-    stages: int,
-    table: Table,
-    matrices: tuple[Tensor, Tensor, Tensor],
-    programs: int,
-) -> None:
-    """Launch a kernel for the products of a table; ``matrices`` tell it dtypes."""
-    options = ("num_warps", warps), ("num_stages", stages)
-    types = *(matrix.dtype for matrix in matrices), table.entries.device
-    launch = table_launcher(kernel, (*constants, table.count), options, (1, 2, 3), *types)
-    launch((table.entries, *matrices), programs)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
