@@ -17,7 +17,7 @@ from megatron_lowbit.kernels.gemm import folded_pair, multiply, plain
 from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_request, takes_sections
-from megatron_lowbit.kernels.means import quantize_residuals, splits_mean, with_means
+from megatron_lowbit.kernels.means import split_mean, splits_mean, with_means
 from megatron_lowbit.kernels.norm import norm_grad, normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.operand_group import place_rows, representative_operand
 from megatron_lowbit.kernels.operands import (
@@ -35,6 +35,7 @@ from megatron_lowbit.kernels.split import Rows, as_matrix_list
 from megatron_lowbit.kernels.swiglu import swiglu, swiglu_grad
 from megatron_lowbit.numerics import (
     Accumulation,
+    DelayedAmax,
     QuantizedTensor,
     Request,
     Requests,
@@ -73,7 +74,9 @@ class FusedEngine(Engine):
         by the reference.
         """
         if splits_mean(row, col):
-            return quantize_residuals(self.quantize, x, row, col, amaxes)
+            sides = zip((x, x.t()), (row, col), amaxes, strict=True)
+            by_row, by_col = (self._quantize_residual(*side) for side in sides)
+            return by_row, by_col
         keyless = row and row.keyless, col and col.keyless
         forms = forms_of(*keyless, row is col, x.dtype, self.capability)
         if forms is None:
@@ -85,6 +88,17 @@ class FusedEngine(Engine):
             _, by_col = quantize_both(x, None, col, amaxes, sides)
             return transposed(by_col), by_col
         return quantize_both(x, row, col, amaxes, sides)
+
+    def _quantize_residual(
+        self, x: Tensor, request: Request | None, amax: Tensor | DelayedAmax | None
+    ) -> GpuOperand | None:
+        """Quantize x, or the residual from the mean of its rows, which the operand then has."""
+        if request is None or not request.quantizer.splits_mean:
+            return None if request is None else self.quantize(x, request, None, (amax, None))[0]
+        mean, residual = split_mean(x)
+        request = replace(request, quantizer=replace(request.quantizer, splits_mean=False))
+        operand, _ = self.quantize(residual, request, None, (amax, None))
+        return replace(operand, mean=mean[None] if isinstance(operand, ExactBF16) else mean)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None

@@ -6,10 +6,6 @@ product gives a row that all rows have in common; one that is the same for all t
 product with the sums of the other operand.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +14,7 @@ from torch import Tensor
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import ExactBF16, GpuOperand, exact_values, is_exact
 from megatron_lowbit.kernels.tiles import load_raw
-from megatron_lowbit.numerics import QuantizedTensor, Request, ScaleAmaxes
+from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics import mean_residual as reference
 
 _TILE = 16, 128
@@ -60,31 +56,6 @@ def _sums_kernel(
 def splits_mean(*requests: Request | None) -> bool:
     """Return True if one of the requests splits the mean of rows off."""
     return any(request is not None and request.quantizer.splits_mean for request in requests)
-
-
-def quantize_residuals(
-    quantize: Callable[..., tuple[Any, Any]],
-    x: Tensor,
-    row: Request | None,
-    col: Request | None,
-    amaxes: ScaleAmaxes,
-) -> tuple[GpuOperand | None, GpuOperand | None]:
-    """Quantize x and its transpose, or the residuals from means of rows, which operands then have.
-
-    The arguments are as for :meth:`Engine.quantize`, which is ``quantize``.
-    """
-    operands = []
-    for matrix, request, amax in zip((x, x.t()), (row, col), amaxes, strict=True):
-        mean = None
-        if request is not None and request.quantizer.splits_mean:
-            mean, matrix = split_mean(matrix)
-            request = replace(request, quantizer=replace(request.quantizer, splits_mean=False))
-        operand = None if request is None else quantize(matrix, request, None, (amax, None))[0]
-        if mean is not None:
-            mean = mean[None] if isinstance(operand, ExactBF16) else mean
-            operand = replace(operand, mean=mean)
-        operands.append(operand)
-    return operands[0], operands[1]
 
 
 def with_means(lhs: GpuOperand, rhs: GpuOperand) -> tuple[GpuOperand, GpuOperand]:
