@@ -1,7 +1,7 @@
 """Operands as tensors, which autograd saves, and a description that restores them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -90,14 +90,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-@contextmanager
-def autocast_off(device: torch.device) -> Iterator[None]:
+def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
     """Disable autocast on a device, which would round what a GEMM in FP32 multiplies to 16 bits."""
-    if autocast_dtype(device) is None:
-        yield
-    else:
-        with torch.autocast(device.type, enabled=False):
-            yield
+    is_on = autocast_dtype(device) is not None
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def without_autocast(function: _Function) -> _Function:
