@@ -41,8 +41,12 @@ class _CrossEntropy(torch.autograd.Function):
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         columns = rows.shape[1]
         statistics = loss.row_statistics(rows, indices, rank * columns)
-        if ranks > 1:
-            _combine(statistics, group)
+        if ranks > 1:  # from each rank's share to the whole vocabulary
+            highest = statistics[0].clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+            statistics[1] *= (statistics[0] - highest).exp()
+            statistics[0] = highest
+            dist.all_reduce(statistics[1:], dist.ReduceOp.SUM, group)
         highest, total, target = statistics
         known = (indices >= 0) & (indices < ranks * columns)
         ctx.save_for_backward(rows, indices, statistics)
@@ -58,12 +62,3 @@ class _CrossEntropy(torch.autograd.Function):
         loss.write_gradients(rows, indices, ctx.first, statistics, grads)
         increment_version(rows)  # Autograd refuses to read them as logits.
         return rows.view(ctx.shape), None, None
-
-
-def _combine(statistics: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Reduce :func:`row_statistics` of each rank's share to the whole vocabulary."""
-    highest = statistics[0].clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    statistics[1] *= (statistics[0] - highest).exp()
-    statistics[0] = highest
-    dist.all_reduce(statistics[1:], dist.ReduceOp.SUM, group)
