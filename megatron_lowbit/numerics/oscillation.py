@@ -61,29 +61,24 @@ class OscillationReset:
 class WeightPaths:
     """Lengths of the paths of a weight and of its quantized values, both FP32 of its shape."""
 
+    quantized: Tensor
+    """The last call's quantized weight."""
+
     def __init__(self, like: Tensor) -> None:
         self.of_weight, self.of_quantized = (
             torch.zeros_like(like, dtype=torch.float32) for _ in range(2)
         )
-        self._last: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def quantized(self) -> Tensor:
-        """The last call's quantized weight."""
-        if self._last is None:
-            raise ValueError("nothing was measured yet")
-        return self._last[1]
+        self._weight: Tensor | None = None
 
     def advance(self, weight: Tensor, quantized: Tensor) -> None:
         """Add the way from the last call's weight and quantized weight; the first call adds none.
 
         Both are FP32; ``weight`` is copied, ``quantized`` is kept.
         """
-        if self._last is not None:
-            last, last_quantized = self._last
-            self.of_weight += (weight - last).abs()
-            self.of_quantized += (quantized - last_quantized).abs()
-        self._last = weight.clone(), quantized
+        if self._weight is not None:
+            self.of_weight += (weight - self._weight).abs()
+            self.of_quantized += (quantized - self.quantized).abs()
+        self._weight, self.quantized = weight.clone(), quantized
 
     def ratio(self) -> Tensor:
         """Return R of each weight."""
