@@ -33,20 +33,18 @@ def better_of(
 ) -> tuple[Tensor, Tensor]:
     """Return codes and E4M3 scales of the second candidate where its error is less, or the first.
 
-    ``codes`` and FP32 ``scales`` have both candidates, as ``difference`` of values from blocks.
+    ``codes`` and FP32 ``scales`` have both candidates, as has the ``difference`` of their values
+    from the blocks, (2, R/rows, rows, K/16, 16).
     """
-    first, second = _block_errors(difference, selection)
-    taken = torch.where(second < first, scales[1], scales[0])
-    return torch.where(second < first, codes[1], codes[0]), encode(taken, E4M3)
-
-
-def _block_errors(difference: Tensor, selection: Selection) -> Tensor:
-    """Return the error of each block of both candidates, (2, R/rows, 1, K/16, 1)."""
     if selection == "abs_max":
-        return difference.abs().amax(dim=(2, 4), keepdim=True)
-    terms = difference * difference if selection == "mse" else difference.abs()
-    rows = list(reduce(add, terms.unbind(-1)).unbind(2))
-    while len(rows) > 1:
-        half = len(rows) // 2
-        rows = [low + high for low, high in zip(rows[:half], rows[half:], strict=True)]
-    return rows[0].unsqueeze(2).unsqueeze(-1)
+        errors = difference.abs().amax(dim=(2, 4), keepdim=True)
+    else:
+        terms = difference * difference if selection == "mse" else difference.abs()
+        rows = list(reduce(add, terms.unbind(-1)).unbind(2))
+        while len(rows) > 1:
+            half = len(rows) // 2
+            rows = [low + high for low, high in zip(rows[:half], rows[half:], strict=True)]
+        errors = rows[0].unsqueeze(2).unsqueeze(-1)
+    less = errors[1] < errors[0]
+    taken = torch.where(less, scales[1], scales[0])
+    return torch.where(less, codes[1], codes[0]), encode(taken, E4M3)
