@@ -154,8 +154,8 @@ class Counts(DeviceCounts):
         return self._counts
 
 
-def passes(recipe: str, counts: list[int], tokens, rows=None) -> list[torch.Tensor]:
-    """Return a layer's result and gradients, of 64 to 48 features, by kernels.
+def passes(recipe: str, counts: list[int], tokens, rows=None, training=True) -> list[torch.Tensor]:
+    """Return a layer's result and, in training, gradients, of 64 to 48 features, by kernels.
 
     ``rows``: function that makes the layer's input from 50 tokens; None for rows of their own.
     """
@@ -171,7 +171,10 @@ def passes(recipe: str, counts: list[int], tokens, rows=None) -> list[torch.Tens
     for weight in weights:
         weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
     group, biases = GroupContext(context, range(len(counts))), [None] * len(counts)
-    y = lowbit_grouped_linear(rows(x) if rows else x, weights, group, tokens, biases)
+    with torch.set_grad_enabled(training):
+        y = lowbit_grouped_linear(rows(x) if rows else x, weights, group, tokens, biases)
+    if not training:
+        return [y]
     y.backward(grad)
     return [y, x.grad, *(weight.main_grad for weight in weights)]
 
@@ -220,6 +223,9 @@ def test_tokens_that_are_quantized_in_the_order_of_experts(recipe, monkeypatch):
     known = passes(recipe, counts, Counts(counts, DEVICE), permuted)
     for one, other in zip(made, known, strict=True):
         assert torch.equal(one, other)
+    # An evaluation makes no transposes of gathered tokens, whose numbers it would have to read.
+    [evaluated] = passes(recipe, counts, tokens, lambda x: x, training=False)
+    assert torch.equal(evaluated, known[0]) and not tokens.reads
 
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
