@@ -31,7 +31,6 @@ from leaderboard import (
 from render import RESULTS, ROOT, parser, recipe_section, render, replace_sections
 from results_pictures import Bars, draw_curves, draw_steps, is_own
 from steps import (
-    BASES,
     BF16,
     KINDS,
     MXFP8,
@@ -234,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     gaps = board_gaps(args.results / "leaderboard.json")
     hosts = found | {kind: steps for kind, steps in several.items() if steps}
     tables = {"measured": hosts, "longer": longer, "overview": overview(shown, gaps)}
-    text = render("results", bases=BASES, **tables, **words, **about)
+    text = render("results", **tables, **words, **about)
     images = args.root / "docs" / "images"
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")

@@ -101,19 +101,6 @@ class Steps(NamedTuple):
             for row in self.of(model, failed=False)
         ]
 
-    def slower_than(self, heading: str) -> list[str]:
-        """Name the rows of recipes that are slower, by more than noise, than one of BASES."""
-        models = [model for model in self.models if heading in self.bases(model)]
-        recipes = [
-            row
-            for row in self.rows.values()
-            if row["model"] in models and not is_own(row["precision"])
-        ]
-        ratios = {row["case"]: self.ratio(row, heading) for row in recipes if "error" not in row}
-        return [
-            f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1 - NOISE
-        ]
-
     def speedups(self, model: str) -> dict[str, float]:
         """Return speeds relative to Megatron-LM BF16 by precision, of the fastest row of each.
 

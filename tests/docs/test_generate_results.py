@@ -89,9 +89,6 @@ def test_steps_are_compared_on_their_machine(place, study):
         "612 (583)", "1,200", "300", "30.4%", "61.2", "1.20", "1.50", "", "",
     ]  # fmt: skip
     assert cells(h100, steps.BF16)[-4:] == ["1.00", "1.25", "", ""]
-    assert "slower than Megatron-LM FP8 blockwise: llama-8b quartet2 (0.88)." in h100
-    assert "BF16: llama-8b nvfp4 (0.90), llama-8b quartet2 (0.70)." in h100
-    assert "slower than Megatron-LM FP8 tensorwise" not in h100
     assert "- llama-1b Megatron-LM BF16: RuntimeError: out of memory" in h100
 
 
@@ -108,7 +105,6 @@ def test_ratios_have_the_losses_that_they_name(place):
     assert cells(h100, "mxfp8, own loss, graphs")[-4:] == ["1.50", "", "1.20", "1.10"]
     assert cells(h100, "mxfp8, graphs")[-4:] == ["1.55", "", "1.24", "1.36"]
     assert cells(h100, steps.BF16 + ", graphs")[-4:] == ["1.00", "", "0.80", "0.88"]
-    assert "same loss: " not in h100  # half a percent is noise
     names = [line.split(" | ")[0].strip("| ") for line in h100.splitlines() if " (583) |" in line]
     graphs = [name.removesuffix(", graphs") for name in names if name.endswith(", graphs")]
     assert names == [f"{name}, graphs" for name in graphs] + list(SPEEDS)
@@ -122,7 +118,6 @@ def test_without_the_default_loss_rows_are_compared_with_bf16_of_the_same_loss(p
     part = page(place).split("### The 1B: NVIDIA H100")[1].split("###")[0]
     assert "| GiB | × BF16, same loss |\n" in part
     assert cells(part, "nvfp4, own loss")[-1] == "0.70"
-    assert "BF16 with the same loss: llama-1b nvfp4, own loss (0.70)." in page(place)
 
 
 def test_the_first_table_compares_the_fastest_rows(place):
