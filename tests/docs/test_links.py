@@ -10,7 +10,7 @@ from pages import NAMES, PAGES, ROOT, code_of, prose_of
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)")
 NAMED = re.compile(r'<a id="([^"]+)">')
-SOURCE = re.compile(r"(\w+)/[\w/-]+\.py")
+SOURCE = re.compile(r"(\w+)/[\w/-]+\.(?:py|json)")
 HEADING = re.compile(r"^#+ +(.+?) *#*$", re.MULTILINE)
 
 
