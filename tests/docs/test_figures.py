@@ -133,10 +133,10 @@ def test_long_sequences():
 
 def test_spread_experts():
     took = two_gpus("Qwen3-30B-A3B: 6 of 48 layers", "ms (fastest)")
-    names = (BF16, FP8, "bf16")
-    stock, tensorwise, plain = (took[f"{name}, own loss"] for name in names)
-    graphs = [took[f"{name}, own loss, graphs"] for name in ("bf16", "fp8-tile", "mxfp8")]
-    page = prose("experts.md")
-    assert f"takes {stock} ms in stock Megatron-LM BF16, {tensorwise} in its tensorwise FP8" in page
-    assert f"{plain} under `bf16` and, in CUDA graphs, {graphs[0]} (290 TFLOP/s, " in page
-    assert f"{graphs[1]} under `fp8-tile` and {graphs[2]} under `mxfp8`" in page
+    text = (DOCS / "experts.md").read_text(encoding="utf-8")
+    shown = [row for row in rows(text) if "step, ms" in row]
+    assert len(shown) == 5
+    for row in shown:
+        name = row[""].strip("`").replace("stock ", "").replace("FP8, ", "FP8 ")
+        assert row["step, ms"] == took[f"{name}, own loss"]
+        assert row["in CUDA graphs"] == took.get(f"{name}, own loss, graphs", "")
