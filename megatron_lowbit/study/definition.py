@@ -161,8 +161,8 @@ def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """Return all runs, every name's first seed first; ``more`` are from the command line.
 
-    Raises UserError for a seed given twice, for names that would share a folder, and for arguments
-    that a study sets itself.
+    Raises UserError for a seed given twice, for names that would share a folder, for arguments that
+    a study sets itself, and where ``more`` would replace an argument by which a run differs.
     """
     seeds = " ".join(map(str, study.seeds))
     require(len(set(study.seeds)) == len(study.seeds), f"seeds {seeds}: each must be given once")
@@ -171,6 +171,9 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     def job_of(name: str, seed: int, words: str, start: Start | None = None) -> Job:
         own = [word.replace("{trunk}", str(start.folder)) if start else word
                for word in shlex.split(words)]  # fmt: skip
+        taken = set(_flags(own)) & set(_flags(more)) - {"--recipe-set"}  # which adds up
+        message = "is given after --, too, for all runs; omit it in one place"
+        require(not taken, f"run {name!r}: {', '.join(sorted(taken))}: {message}")
         arguments = [*shlex.split(study.arguments), *own, *more]
         if name in study.branches:
             arguments += ["--save-interval", str(study.branches[name].iteration)]
@@ -189,10 +192,15 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
             folders[job.folder] == 1,
             f"run {job.name!r}: another run's name is the same in a file's name",
         )
-        flags = [word.partition("=")[0] for word in expand_files(training_words(job)[:-2])]
+        flags = _flags(training_words(job)[:-2])
         for flag, why in _OF_STUDIES.items():
             require(flag not in flags, f"run {job.name!r}: {flag}: {why}")
     return jobs
+
+
+def _flags(words: Sequence[str]) -> list[str]:
+    """Return the names of arguments in words of a command line."""
+    return [word.partition("=")[0] for word in expand_files(words) if word.startswith("--")]
 
 
 def _folder(output: Path, name: str, seed: int) -> Path:

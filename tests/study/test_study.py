@@ -143,7 +143,7 @@ def test_recipes_in_place_of_a_studys_runs(study, write_script, tmp_path):
     main(["run", str(file), "--output", str(output), "--seeds", "1"])
     mine = tmp_path / "mine.yaml"
     mine.write_text((ROOT / "recipes" / "nvfp4.yaml").read_text())
-    more = ["--", "--scale", "2"]
+    more = ["--", "--more", "2"]
     with pytest.raises(UserError, match="base-1: holds a run with other arguments"):
         main(["run", str(file), "--recipes", str(mine), "--output", str(output), *more])
     write_script('arguments["--scale"]', "2")
@@ -173,16 +173,6 @@ def test_runs_of_files_that_have_changed_are_not_compared(study, tmp_path, chang
     word = {"data.bin": "data", "more.args": "@more.args"}.get(changed, changed)
     with pytest.raises(UserError, match=f"base-1: holds a run from before {word} changed; give "):
         main([*command, "1", "2", "3"])
-
-
-@pytest.mark.parametrize("words", ["--save x", "--save=x", "--seed 3", "--finetune"])
-def test_arguments_that_a_study_sets_are_refused(study, tmp_path, words):
-    file, flag = study(base="--scale 2"), words.replace("=", " ").split()[0]
-    Path(tmp_path / "more.args").write_text(words)
-    for more in (words.split(), [f"@{tmp_path}/more.args"]):
-        with pytest.raises(UserError, match=f"^run 'base': {flag}: .*; (omit|give) "):
-            main(["run", str(file), "--output", str(tmp_path / "out"), "--", *more])
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_comparison_takes_no_arguments_of_training(tmp_path):

@@ -1,0 +1,42 @@
+"""Arguments that a study, one of its runs, or the command line gives."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.study.command import main
+from megatron_lowbit.study.definition import jobs_of, read_study, study_of
+
+
+@pytest.mark.parametrize("words", ["--save x", "--save=x", "--seed 3", "--finetune"])
+def test_arguments_that_a_study_sets_are_refused(study, tmp_path, words):
+    file, flag = study(base="--scale 2"), words.replace("=", " ").split()[0]
+    Path(tmp_path / "more.args").write_text(words)
+    for more in (words.split(), [f"@{tmp_path}/more.args"]):
+        with pytest.raises(UserError, match=f"^run 'base': {flag}: .*; (omit|give) "):
+            main(["run", str(file), "--output", str(tmp_path / "out"), "--", *more])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", ["--scale 2", "--scale=2", "@more.args"])
+def test_an_argument_of_a_run_is_not_replaced_for_all_runs(study, tmp_path, monkeypatch, words):
+    """Runs would be equal in what they are to differ in."""
+    monkeypatch.chdir(tmp_path)
+    Path("more.args").write_text("--more 1 --scale 2")
+    branch = "branches: {base: {iteration: 40, runs: {branch: --other 1}}}"
+    studied = read_study(study(base="''", other="--scale 3", branch=branch))
+    with pytest.raises(UserError, match="run 'other': --scale: is given after --, too"):
+        jobs_of(studied, tmp_path, words.split())
+    with pytest.raises(UserError, match="run 'branch': --other: is given after --, too"):
+        jobs_of(studied, tmp_path, ["--other", "2"])
+    jobs_of(studied, tmp_path, ["--more", "1"])
+
+
+def test_a_recipe_of_a_run_is_not_replaced_for_all_runs(tmp_path):
+    """Changes of its fields add up."""
+    recipes = study_of(["bf16", "nvfp4"], [1])
+    with pytest.raises(UserError, match="run 'bf16': --precision-recipe: is given after --, too"):
+        jobs_of(recipes, tmp_path, ["--precision-recipe", "mxfp8"])
+    changed = recipes.model_copy(update={"runs": {"nvfp4": "--recipe-set grad.rounding=nearest"}})
+    jobs_of(changed, tmp_path, ["--recipe-set", "bf16_blocks=none"])
