@@ -213,7 +213,9 @@ def _load(
         _copy_output_config(raw)  # The next override may change a field of it.
     spec = _checked(raw, source)
     recipe = spec.build(source, load_target)
-    effects = spec.effects()
+    unused = spec.unused_configs()
+    effects = {path: unused.get(path[1], why) for path, why in spec.effects().items()}
+    effects |= {("configs", name): why for name, why in unused.items()}
     for override, paths in changed:
         reasons = [
             why
@@ -307,12 +309,17 @@ def apply_override(raw: dict[str, Any], override: str) -> list[tuple[str, ...]]:
     set to them is removed. A new matcher comes first, or it might never be asked. A role's new
     format drops the options that it lacks. Whether the field and value are right is checked when
     the recipe is parsed. Raises UserError where there is no such field, no value, or a section
-    would be no mapping.
+    would be no mapping, and for a matcher or switch to remove that is not there.
     """
     known = set(raw["matchers"])
     with error_prefix(f"--recipe-set {override}: "):
         field, value = _field_and_value(override)
         paths = _paths(raw, field)
+        section, *names = paths[0]
+        if section in ("matchers", "switches") and len(names) == 1 and value is None:
+            there = raw.get(section, {})
+            message = f"no {names[0]!r} to remove; {section} are {', '.join(there) or 'empty'}"
+            require(names[0] in there, message)
         for path in paths:
             _set(raw, path, value)
         # The next override must find the sections, and mappings in them.

@@ -311,6 +311,17 @@ class RecipeSpec(StrictModel):
             for path, why in config.effects().items()
         }
 
+    def unused_configs(self) -> dict[str, str]:
+        """Return the name of each config that no layer can have, with the reason."""
+        matchers = self.matchers.values()
+        used = {self.output_layer, *(matcher.config for matcher in matchers if matcher.enabled)}
+        listed = ", ".join(name for name in self.configs if name in used)
+        return {
+            name: f"no matcher has config {name!r}, but {listed or 'none'}"
+            for name in self.configs
+            if name not in used
+        }
+
     def build(self, source: str, load: Callable[[str], Recipe] | None) -> Recipe:
         """Build the recipe; raise UserError for the first thing wrong, by its key.
 

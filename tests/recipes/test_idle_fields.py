@@ -46,6 +46,34 @@ def test_the_same_field_of_a_file_is_refused(tmp_path, name, override, why):
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "configs.nvpf4.grad.rounding=nearest",
+        "configs.nvpf4={grad: {format: nvfp4}}",
+        "configs.nvpf4={}",
+    ],
+)
+def test_a_config_that_no_matcher_has_is_refused(override):
+    """A typo in the name of a config makes another one; of a file it may be for later."""
+    message = "--recipe-set .*: without effect, no matcher has config 'nvpf4', but nvfp4, bf16"
+    with pytest.raises(UserError, match=message):
+        load_recipe("nvfp4", [override])
+    load_recipe("nvfp4", [override, "bf16_blocks.config=nvpf4"])
+    load_recipe("nvfp4", [override, "output_layer=nvpf4"])
+
+
+@pytest.mark.parametrize("section", ["matchers", "switches"])
+def test_what_is_not_there_is_not_removed(section):
+    """A typo in the name of a switch would leave it in force."""
+    name = {"matchers": "linears", "switches": "late"}[section]
+    message = rf"--recipe-set .*=none: no '{name}x' to remove; {section} are .*{name}"
+    with pytest.raises(UserError, match=message):
+        load_recipe("nvfp4-late-bf16", [f"{section}.{name}x=none"])
+    left = load_recipe("nvfp4-late-bf16", [f"{section}.{name}=none"])
+    assert name not in [*left.matchers, *(switch.name for switch in left.switches)]
+
+
+@pytest.mark.parametrize(
     ("name", "overrides"),
     [
         ("nvfp4", ["grad.rounding=stochastic"]),  # as it is
@@ -64,7 +92,7 @@ def test_values_that_hold_already_are_accepted(name, overrides):
 
 def test_a_field_that_one_of_two_configs_reads_is_accepted():
     second = "configs.tiles={input: {format: fp8-1x128-e4m3}, weight: {format: fp8-128x128-e4m3}}"
-    found = load_recipe("nvfp4", [second, "tensor_scale=group"])
+    found = load_recipe("nvfp4", [second, "output_layer=tiles", "tensor_scale=group"])
     assert found.configs["nvfp4"].fprop.tensor_scale == "group"
 
 

@@ -309,18 +309,20 @@ EVERYTHING = {
             "wgrad": {"hadamard": {}, "accumulation": {}},
             "amax_history": {},
             "accumulation": {},
-        }
+        },
+        "low2": {"input": {"format": "nvfp4"}, "grad": {"format": "nvfp4"}},
     },
     "matchers": {
         "ends": {"type": "blocks", "first": 1, "config": "low", "enabled": True},
         "mlps": {"type": "glob", "pattern": "decoder*", "config": "low", "enabled": True},
         "rest": {"type": "regex", "pattern": "layers", "config": "low", "enabled": True},
+        "other": {"type": "glob", "pattern": "*", "config": "low2", "enabled": True},
     },
     "switches": {"late": {"fraction": 0.5, "to": "bf16"}},
 }
 FIELDS = {  # a class of the schema -> an override for each of its fields
     "RecipeSpec": {
-        "name": "name=other", "description": "description=text", "configs": "configs.more={}",
+        "name": "name=other", "description": "description=text", "configs": "configs.low2={}",
         "matchers": "matchers.more={type: glob, pattern: x, config: low, enabled: true}",
         "switches": "switches.more={iteration: 5, to: mxfp8}", "output_layer": "output_layer=low",
     },
@@ -395,6 +397,4 @@ def test_every_field_can_be_set(tmp_path, override):
     """And changes the recipe that is built."""
     path = tmp_path / "all.yaml"
     path.write_text(yaml.safe_dump(EVERYTHING))
-    second = "configs.low2={input: {format: nvfp4}, grad: {format: nvfp4}}"
-    base = load_recipe(str(path), [second])
-    assert load_recipe(str(path), [second, override]) != base
+    assert load_recipe(str(path), [override]) != load_recipe(str(path))
