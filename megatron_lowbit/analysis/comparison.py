@@ -28,6 +28,7 @@ class Contender(NamedTuple):
 class Row(NamedTuple):
     """Figures of a contender; gaps are relative to the baseline's final loss.
 
+    ``gap`` is NaN unless all runs of both names end after as many tokens.
     ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
     standard error, NaN where no name has two seeds; ``perplexity`` is the last validation's, the
     mean over seeds, with its standard deviation, NaN where a run has none; ``spikes`` is the mean
@@ -50,12 +51,14 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
     """Read named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
 
     ``seeds``: the seed of each run, where they are known. Raises UserError for a file that cannot
-    be read.
+    be read, and for the same losses twice under a name, which are no two seeds.
     """
     contenders: dict[str, Contender] = {}
     for number, (name, path) in enumerate(runs):
         before = contenders.get(name, Contender(name, ()))
         curve = read_losses(path / "metrics.jsonl" if path.is_dir() else path)
+        is_new = not any(np.array_equal(curve.losses, other.losses) for other in before.curves)
+        require(is_new, f"{path}: has the losses of another run of {name!r}; give another seed")
         known = (*before.seeds, *seeds[number : number + 1])
         contenders[name] = Contender(name, (*before.curves, curve), known)
     require(bool(contenders), "give at least one run")
@@ -76,6 +79,11 @@ def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
 def _final_count(curve: LossCurve, share: float) -> int:
     last = curve.iterations.max(initial=0)
     return max(1, int((curve.iterations > round((1 - share) * last)).sum()))
+
+
+def _end(curve: LossCurve) -> float:
+    """Return the number of tokens of a run, or of its iterations if it has not logged tokens."""
+    return float(curve.iterations[-1] if np.isnan(curve.tokens[-1]) else curve.tokens[-1])
 
 
 def perplexity(curve: LossCurve) -> float:
@@ -109,6 +117,8 @@ def compare(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> list
     for contender, finals, (gap, error) in zip(
         contenders, losses, gaps(losses, _seeds(contenders)), strict=True
     ):
+        if len({_end(curve) for each in (contenders[0], contender) for curve in each.curves}) > 1:
+            gap = error = np.array(math.nan)
         perplexities = [perplexity(curve) for curve in contender.curves]
         scores = [spikes(curve) for curve in contender.curves]
         speeds = np.concatenate([curve.speeds for curve in contender.curves])

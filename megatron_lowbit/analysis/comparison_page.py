@@ -41,7 +41,7 @@ error.</p>
 <table><tr>{% for head in columns %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
-<p>{{ power }}</p>
+<p>{{ notes }}</p>
 <img alt="losses and gaps over tokens" src="data:image/png;base64,{{ picture }}">
 </html>
 """
@@ -49,8 +49,8 @@ error.</p>
 
 def table(contenders: Sequence[Contender]) -> Table:
     """Build the table for a terminal."""
-    headings, cells, power = _cells(compare(contenders))
-    comparison = Table(*headings, caption=power, caption_justify="left")
+    headings, cells, notes = _cells(compare(contenders))
+    comparison = Table(*headings, caption=notes, caption_justify="left")
     for row in cells:
         comparison.add_row(*row)
     return comparison
@@ -60,18 +60,18 @@ def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> 
     """Write ``comparison.png`` and ``comparison.html`` into a folder."""
     directory.mkdir(parents=True, exist_ok=True)
     image = picture(contenders)
-    headings, cells, power = _cells(compare(contenders))
+    headings, cells, notes = _cells(compare(contenders))
     with replacing(directory / "comparison.png") as file:
         file.write(image)
     text = jinja2.Environment(autoescape=True).from_string(_PAGE).render(
-        title=title, share=round(100 * FINAL_SHARE), columns=headings, rows=cells, power=power,
+        title=title, share=round(100 * FINAL_SHARE), columns=headings, rows=cells, notes=notes,
         picture=base64.b64encode(image).decode(),
     )  # fmt: skip
     replace_text(directory / "comparison.html", text)
 
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
-    """Return the headings and cells of the table, and the sentence below it."""
+    """Return the headings and cells of the table, and the sentences below it."""
     headings = ["", "seeds", "final loss", f"gap to {rows[0].name}", "perplexity", "spike score",
                 "tokens/s"]  # fmt: skip
     cells = [
@@ -86,7 +86,10 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
         ]
         for row in rows
     ]
-    return headings, cells, _power(rows)
+    notes = [_power(rows)]
+    if any(math.isnan(row.gap) and math.isfinite(row.loss) for row in rows):
+        notes.append(f"none: not all runs of the name and of {rows[0].name} have as many tokens.")
+    return headings, cells, " ".join(filter(None, notes))
 
 
 def _power(rows: Sequence[Row]) -> str:
@@ -130,6 +133,8 @@ def picture(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> byte
 
 def gap_text(row: Row) -> str:
     """Format a row's gap in percent, with its standard error if it is known."""
+    if math.isnan(row.gap):
+        return "none"
     error = "" if math.isnan(row.gap_error) else f" ± {100 * row.gap_error:.2f}"
     return f"{100 * row.gap:+.2f}%{error}"
 

@@ -106,7 +106,7 @@ def test_gaps_of_known_seeds(write_run):
 
 def test_the_gap_that_so_many_seeds_show(write_run, capsys):
     """By simulation: four of five studies with that true gap see more than two errors."""
-    runs = [("base", write_run(f"b{i}", 1.0)) for i in range(4)]
+    runs = [("base", write_run(f"b{i}", 1 + i / 1e9)) for i in range(4)]
     more = (-0.01, 0.03, 0.01, 0.05)
     runs += [("other", write_run(f"o{i}", 1 + gap)) for i, gap in enumerate(more)]
     _, other = compare(read_contenders(runs))
@@ -140,8 +140,8 @@ def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):
     validated = {"b3": (9.0, math.log(3)), "b5": (9.0, math.log(5)), "lost": (2.0, None),
                  "huge": (1e4,), "none": ()}  # fmt: skip
     runs = [
-        ("base" if name[0] == "b" else name, write_run(name, 1.0, validations=losses))
-        for name, losses in validated.items()
+        ("base" if name[0] == "b" else name, write_run(name, 1.0, noise=seed, validations=losses))
+        for seed, (name, losses) in enumerate(validated.items())
     ]
     base, *others = compare(read_contenders(runs))
     assert base.perplexity == pytest.approx(4) and base.perplexity_spread == pytest.approx(2**0.5)
@@ -190,11 +190,27 @@ def test_a_run_that_began_from_anothers_checkpoint(write_run):
     assert final_loss(second.curves[0]) == final_loss(first.curves[0])
 
 
-def test_a_shorter_run_has_no_gap_at_the_end(write_run):
+def test_a_run_is_no_second_seed_of_its_own(write_run):
+    """Nor is another run of the same seed: the noise would be 0."""
+    first, second, copy = (write_run(name, 1.5, noise=ord(name[0])) for name in ("a", "b", "a2"))
+    runs = [("x", first), ("x", second)]
+    read_contenders([*runs, ("y", first)])
+    for again in (first, copy / "metrics.jsonl"):
+        with pytest.raises(UserError, match="has the losses of another run of 'x'; give another"):
+            read_contenders([*runs, ("x", again)])
+
+
+def test_a_shorter_run_has_no_gap_at_the_end(write_run, capsys):
     """Nor does it take the others' standard errors away."""
     runs = [(name, write_run(f"{name}{i}", 1.0 + i / 10)) for name in "ab" for i in range(2)]
-    runs += [("c", write_run(f"c{i}", 1.5, iterations=150)) for i in range(2)]
+    runs += [("c", write_run(f"c{i}", 1.5 + i / 10, iterations=150)) for i in range(2)]
     contenders = read_contenders(runs)
+    _, full_row, short_row = compare(contenders)
+    assert math.isfinite(full_row.gap) and math.isfinite(full_row.gap_error)
+    assert math.isnan(short_row.gap) and math.isnan(short_row.gap_error)
+    main(["compare", *(f"{name}={folder}" for name, folder in runs)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "│ none │" in shown and "none: not all runs of the name and of a have as many" in shown
     _, other, short = gap_curves(contenders)
     assert np.isfinite(short.gap[:150]).all() and np.isnan(short.gap[150:]).all()
     assert np.isfinite(other.error).all() and np.isnan(short.error[150:]).all()
