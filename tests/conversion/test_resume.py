@@ -293,6 +293,22 @@ def test_outputs_that_would_delete_something_else(folder, tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".out.partial", "models"]
 
 
+def test_force_replaces_only_models_and_checkpoints(folder, tmp_path):
+    """No run, no iteration of a checkpoint such as the source, no folder of models, and no file."""
+    run, models, text = tmp_path / "run", tmp_path / "models", tmp_path / "text"
+    shutil.copytree(folder / "there", run)
+    (run / "metrics.jsonl").touch()
+    shutil.copytree(folder / "source", models / "source")
+    text.touch()
+    before = sorted(tmp_path.rglob("*"))
+    for output in (run, run / "iter_0000000", models, text):
+        for convert in (bind(to_hugging_face, run), bind(to_megatron, folder / "source")):
+            with pytest.raises(UserError, match=f"{output} (is no converted model|holds the sou)"):
+                convert(output, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    to_hugging_face(run, models / "source", force=True)
+
+
 TEMPLATE = "additional_chat_templates/rag.jinja"
 COMPANION = ("tokenizer.json", "tokenizer.secret", "chat_template.jinja", "config.json", TEMPLATE)
 
