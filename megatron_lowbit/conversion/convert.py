@@ -82,7 +82,7 @@ def to_megatron(
     check_names(folder, rules)
     if converted.model.keys() & {"num_experts", "multi_latent_attention"}:
         rules = [*rules, *_other_norms(rules)]
-    chunks = [chunk for rule in rules for chunk in lazy_chunks(folder, rule)]
+    chunks = [*_chunks_of_layers(folder, rules)]
     targets = [target for rule in rules for target in rule.targets]
     chunks += extra_states([*targets, TensorSlice(HEAD)])  # Hybrids load it if tied, too.
     common = COMMON | {"iteration": ITERATION, "args": saved_arguments(converted.model)}
@@ -152,6 +152,24 @@ def check_names(folder: Folder, rules: Sequence[Rule]) -> None:
             )
         expected.add(_USUAL_HEAD)
     folder.check(expected)
+
+
+def _chunks_of_layers(folder: Folder, rules: Sequence[Rule]) -> Iterator[LazyChunk]:
+    """Yield the chunks of all rules.
+
+    Raises UserError where layers that Megatron-LM stacks differ in shape or dtype.
+    """
+    stacks: dict[str, tuple[str, list[int], torch.dtype | None]] = {}
+    for rule in rules:
+        for chunk in lazy_chunks(folder, rule):
+            mine = (rule.names[0], [*chunk.size], chunk.dtype)
+            name, size, dtype = stacks.setdefault(chunk.key, mine)
+            require(
+                mine[1:] == (size, dtype),
+                f"{folder.path}: {mine[0]} is of another shape or dtype than {name}, but "
+                f"Megatron-LM stacks them: {mine[1]} {mine[2]} instead of {size} {dtype}",
+            )
+            yield chunk
 
 
 def lazy_chunks(folder: Folder, rule: Rule) -> list[LazyChunk]:

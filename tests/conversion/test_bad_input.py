@@ -143,6 +143,21 @@ def test_tensors_that_do_not_fit_each_other(source):
     refused(source, r"up_proj\.weight is \[48, 32\] torch\.bfloat16 and does not fit")
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("mlp.down_proj.weight", torch.rand(32, 48).bfloat16()),
+        ("mlp.down_proj.weight", torch.rand(32, 40)),
+        ("input_layernorm.weight", torch.rand(32, 1)),
+        ("input_layernorm.weight", torch.rand(32).double()),
+    ],
+)
+def test_layers_that_cannot_be_stacked(source, name, other):
+    """Their checkpoint could not be read."""
+    write_llama(source, **{f"model.layers.1.{name}": other})
+    refused(source, rf"layers\.1\.{name} is of another shape or dtype than .*layers\.0\.{name}, ")
+
+
 def test_a_checkpoint_of_another_shape_than_it_says(checkpoint):
     """Too few rows for the vocabulary, and of another width."""
     refused(checkpoint, "--vocab-size 104: .* has 100 rows", to_hugging_face, *[None] * 5, 104)
