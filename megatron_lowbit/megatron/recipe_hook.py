@@ -142,10 +142,18 @@ class Switches(Feature):
             say_on_rank_0(f"iteration {iteration}: recipe {current.name}")
 
     def describe(self) -> Iterator[str]:
-        """Yield the recipe with which the run begins, if it has several."""
-        run = self.run
+        """Yield the recipe with which the run begins, if it has several, and unreached switches."""
+        run, args = self.run, self.run.args
         if run.recipe.switches:
             yield f"in force from iteration {run.start} on: recipe {run.current.name}"
+        if args.rampup_batch_size or args.step_batch_size_schedule:
+            return  # The number of iterations is not known.
+        last, tokens = run.iterations - 1, args.global_batch_size * args.seq_length
+        end = Progress(last, last * tokens, last / run.iterations)
+        for switch in run.recipe.switches:
+            if not switch.reached(end):
+                length = f"{run.iterations:,} iterations of {tokens:,} tokens"
+                yield f"switch {switch.name} is not reached: the run has {length}"
 
 
 # In the order in which they begin a step: weights record amaxes while they are quantized for

@@ -171,6 +171,26 @@ def test_layers_and_products_are_those_of_the_gpus_that_are_described(capsys):
     assert "quantization engine: reference (requested)" in shown
 
 
+@pytest.mark.parametrize(
+    ("point", "is_reached"),
+    [
+        ("iteration: 1", True),
+        ("iteration: 2", False),
+        ("tokens: 64", True),
+        ("tokens: 65", False),
+        ("fraction: 0.5", True),
+        ("fraction: 0.51", False),
+    ],
+)
+def test_a_switch_after_the_end_is_named(capsys, point, is_reached):
+    """It takes over at the start of an iteration, of which there are two with 64 tokens."""
+    switch = f"switches.late='{{{point}, to: bf16}}'"
+    line = f"{LAYERS} --global-batch-size 2 --precision-recipe mxfp8 --recipe-set {switch}"
+    shown = run(f"{line} --gpu h100", capsys)
+    message = "switch late is not reached: the run has 2 iterations of 64 tokens"
+    assert (message in shown) != is_reached and "switch late: from " in shown
+
+
 def test_a_missing_checkpoint_is_refused(tmp_path, capsys):
     with pytest.raises(UserError, match="holds no checkpoint; omit it"):
         run(f"{LAYERS} --load {tmp_path}", capsys)
