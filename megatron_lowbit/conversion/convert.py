@@ -197,6 +197,9 @@ def lazy_chunks(folder: Folder, rule: Rule) -> list[LazyChunk]:
             f"{tensor} is {list(shape)} {dtype} and does not fit {rule.names[0]}, "
             f"{list(parts[0].shape)} {parts[0].dtype}",
         )
+        columns = shape[:1] if rule.is_transposed else shape[1:]
+        message = f"{tensor} is {list(shape)}; {CONFIG} says {rule.columns} input features"
+        require(len(shape) == 1 or rule.columns is None or columns == (rule.columns,), message)
     try:
         outlines = rule.to_megatron(parts)
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Mapping between Megatron-LM's tensors and Hugging Face's: their names and their rows."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -40,6 +40,7 @@ class Rule:
         group_rows: rows of queries, key and value in one query group of ``linear_qkv``.
         is_transposed: True if Hugging Face's tensors are stored as (in, out).
         is_padded: True if either side may have further rows, which stand for no token.
+        columns: input features of a matrix; None if they are not known.
     """
 
     targets: tuple[TensorSlice, ...]
@@ -49,6 +50,7 @@ class Rule:
     group_rows: tuple[int, ...] = ()
     is_transposed: bool = False
     is_padded: bool = False
+    columns: int | None = None
 
     def to_megatron(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the targets. Raises RuntimeError where the parts do not fit."""
@@ -128,11 +130,11 @@ def expand(
     lines = [(TensorSlice(key), names) for key, names in outer.items()]
     lines += _layer_lines(layers, model, prefix, blocks)
     lines = [(target, names) for target, names in lines if _has(model, target.key)]
-    output_rows, rules = _output_rows(model), []
+    output_rows, input_columns, rules = _output_rows(model), _input_columns(model), []
     for pattern, line in groupby(lines, key=lambda line: line[1]):
         targets, names = tuple(target for target, _ in line), _alternatives(pattern)
         key = targets[0].key
-        target_rows = tuple(_rows_of(target.key, output_rows) for target in targets)
+        target_rows = tuple(output_rows[_module(target.key, output_rows)] for target in targets)
         rows = (sum(target_rows) // len(names),) * len(names)
         group_rows: tuple[int, ...] = ()
         if key.endswith((".linear_qkv.weight", ".linear_qkv.bias")):
@@ -145,7 +147,7 @@ def expand(
         is_padded = key in (EMBEDDING, HEAD)
         rules.append(
             Rule(targets, names, target_rows, rows, group_rows, is_transposed and is_linear,
-                 is_padded)
+                 is_padded, input_columns.get(_module(key, input_columns)))
         )  # fmt: skip
     return rules
 
@@ -190,11 +192,27 @@ def _alternatives(pattern: str) -> tuple[str, ...]:
     return tuple(f"{start}{name}{end}" for name in names.split(","))
 
 
-def _rows_of(key: str, output_rows: Mapping[str, int]) -> int:
-    """Return a tensor's rows by its module or parameter, with its parent if listed so."""
+def _module(key: str, listed: Container[str]) -> str:
+    """Return the name of a tensor's module or parameter, with its parent if listed so."""
     names = key.removesuffix(".weight").removesuffix(".bias").split(".")
     both = ".".join(names[-2:])
-    return output_rows[both if both in output_rows else names[-1]]
+    return both if both in listed else names[-1]
+
+
+def _input_columns(model: Model) -> dict[str, int]:
+    """Return the columns of Megatron-LM's matrices by their names in :func:`_module`."""
+    size = defaultdict(int, model)
+    hidden = ("word_embeddings", "position_embeddings", "output_layer", "router", "linear_fc1",
+              "linear_qkv", "linear_q_proj", "linear_q_down_proj",
+              "linear_kv_down_proj")  # fmt: skip
+    return dict.fromkeys(hidden, size["hidden_size"]) | {
+        "linear_proj": size["num_attention_heads"] * size["kv_channels"],
+        "linear_fc2": size["ffn_hidden_size"],
+        "experts.linear_fc2": size["moe_ffn_hidden_size"],
+        "shared_experts.linear_fc2": size["moe_shared_expert_intermediate_size"],
+        "linear_q_up_proj": size["q_lora_rank"],
+        "linear_kv_up_proj": size["kv_lora_rank"],
+    }
 
 
 def mamba_heads(model: Model) -> int:
@@ -203,7 +221,7 @@ def mamba_heads(model: Model) -> int:
 
 
 def _output_rows(model: Model) -> dict[str, int]:
-    """Return the rows of Megatron-LM's tensors by their names in :func:`_rows_of`."""
+    """Return the rows of Megatron-LM's tensors by their names in :func:`_module`."""
     size = defaultdict(int, model)  # 0 for what the model does not have
     heads, groups, channels = (
         size[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels")

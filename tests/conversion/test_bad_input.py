@@ -144,10 +144,33 @@ def test_tensors_that_do_not_fit_each_other(source):
 
 
 @pytest.mark.parametrize(
+    ("parts", "rows"),
+    [
+        (["mlp.gate", "mlp.up"], 48),
+        (["mlp.down"], 32),
+        (["self_attn.q", "self_attn.k", "self_attn.v"], 32),
+        (["self_attn.o"], 32),
+    ],
+)
+def test_matrices_with_other_columns_than_the_model(source, parts, rows):
+    """In all layers alike, and in all tensors that Megatron-LM joins."""
+    names = [f"model.layers.{layer}.{part}_proj.weight" for layer in range(3) for part in parts]
+    tensors = {name: torch.rand(rows, 24) for name in names}
+    write_llama(source, {"num_key_value_heads": 4}, **tensors)
+    refused(source, rf"is \[{rows}, 24\]; config\.json says (32|48) input features")
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+def test_a_vocabulary_of_another_width(source, name):
+    write_llama(source, **{name: torch.rand(100, 24)})
+    refused(source, rf"{name} is \[100, 24\]; config\.json says 32 input features")
+
+
+@pytest.mark.parametrize(
     ("name", "other"),
     [
         ("mlp.down_proj.weight", torch.rand(32, 48).bfloat16()),
-        ("mlp.down_proj.weight", torch.rand(32, 40)),
+        ("post_attention_layernorm.weight", torch.rand(32, 40)),
         ("input_layernorm.weight", torch.rand(32, 1)),
         ("input_layernorm.weight", torch.rand(32).double()),
     ],
