@@ -120,9 +120,13 @@ class Recipe:
         return replace(precision, dgrad=other.dgrad, wgrad=other.wgrad)
 
     def summary(self, layers: Sequence[Layer]) -> str:
-        """Describe how many of a model's linear layers are quantized."""
+        """Describe how many of a model's linear layers are quantized, and why none of them is."""
         quantized = sum(self.precision_for(layer).quantized for layer in layers)
-        return f"recipe {self.name}: {quantized} of {len(layers)} linear layers quantized"
+        text = f"recipe {self.name}: {quantized} of {len(layers)} linear layers quantized"
+        if quantized or not any(precision.quantized for precision in self.configs.values()):
+            return text
+        matchers = sorted({self.matcher_names(layer) for layer in layers})
+        return f"{text}; their matchers: {', '.join(matchers)}"
 
     def at(self, progress: Progress) -> "Recipe":
         """Return the recipe in force at some point of a run, without switches."""

@@ -226,6 +226,14 @@ def test_equal_blocks_go_together():
     ]
 
 
+def test_a_recipe_that_quantizes_nothing_of_a_model_names_its_matchers():
+    """A model of two blocks is the first and the last; bf16 has nothing to quantize."""
+    assert load_recipe("nvfp4").summary(model(2)) == (
+        "recipe nvfp4: 0 of 8 linear layers quantized; their matchers: bf16_blocks"
+    )
+    assert load_recipe("bf16").summary(model(2)).endswith("0 of 8 linear layers quantized")
+
+
 def test_matchers_within_a_block_are_groups_of_their_own(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(
