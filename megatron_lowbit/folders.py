@@ -9,6 +9,9 @@ from typing import BinaryIO
 
 from megatron_lowbit.errors import UserError, require
 
+METRICS = "metrics.jsonl"
+"""File of a run's losses and figures, in the folder of the run."""
+
 
 def check_folder(argument: str, folder: str | Path) -> None:
     """Raise UserError for a folder that cannot be written to, or made; nothing is made.

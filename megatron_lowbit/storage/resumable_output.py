@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, error_behind, require, say
-from megatron_lowbit.folders import new_file, replace_text, sync_directory
+from megatron_lowbit.folders import METRICS, new_file, replace_text, sync_directory
 from megatron_lowbit.json_files import as_object, is_inside, parse_json
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.lock import LOCK, FolderLock, output_lock
@@ -167,7 +167,7 @@ def _is_replaceable(output: Path) -> bool:
     """Return True for an empty folder, and for a model or checkpoint that no run has written."""
     names = {entry.name for entry in output.iterdir()} - {LOCK} if output.is_dir() else {""}
     is_model = not names.isdisjoint({"config.json", files.TRACKER})
-    return not names or (is_model and "metrics.jsonl" not in names)
+    return not names or (is_model and METRICS not in names)
 
 
 def replace_directory(partial: Path, final: Path) -> None:

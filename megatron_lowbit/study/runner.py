@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import TrainingError, UserError, printable, say
+from megatron_lowbit.folders import METRICS
 from megatron_lowbit.json_files import Entries, parse_json
 from megatron_lowbit.storage import files
 from megatron_lowbit.study.definition import (
@@ -28,7 +29,7 @@ from megatron_lowbit.study.definition import (
     planned_iterations,
 )
 
-_LOG, _METRICS = "output.log", "metrics.jsonl"
+_LOG = "output.log"
 _LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 _ERROR = re.compile(r"[\w.]*(error|Error|Exception)\b")
 
@@ -234,7 +235,7 @@ def _remove_checkpoints(folder: Path) -> None:
 def _iteration(job: Job) -> int:
     """Return the last iteration that a run has logged."""
     try:
-        lines = (job.folder / _METRICS).read_bytes().splitlines()
-        return Entries(parse_json(lines[-1], _METRICS), _METRICS).integer("iteration")
+        lines = (job.folder / METRICS).read_bytes().splitlines()
+        return Entries(parse_json(lines[-1], METRICS), METRICS).integer("iteration")
     except (OSError, UserError, IndexError):
         return 0

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.errors import UserError, require, say
+from megatron_lowbit.folders import METRICS
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, translate_load_errors
 from megatron_lowbit.megatron.run.load_source import choose_checkpoint
-from megatron_lowbit.megatron.run.metrics import METRICS_FILE, check_metrics
+from megatron_lowbit.megatron.run.metrics import check_metrics
 from megatron_lowbit.megatron.run.records import check_loaded, record_data
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.storage import files
@@ -29,7 +30,7 @@ from megatron_lowbit.storage.selection import load_directory, selected
 _NON_PERSISTENT = "non_persistent"
 LOG_FILE = "megatron.log"
 _WRITTEN_IN_PLACE = (
-    files.TRACKER, METRICS_FILE, LOG_FILE, _NON_PERSISTENT, "progress.txt",
+    files.TRACKER, METRICS, LOG_FILE, _NON_PERSISTENT, "progress.txt",
     "latest_wandb_artifact_path.txt",
 )  # fmt: skip
 """Names in ``--save`` that are written without being replaced."""

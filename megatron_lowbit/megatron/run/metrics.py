@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.folders import replacing
+from megatron_lowbit.folders import METRICS, replacing
 from megatron_lowbit.json_files import Entries, parse_json
-
-METRICS_FILE = "metrics.jsonl"
 
 _NAMES = {
     "lm loss": "lm_loss",
@@ -32,7 +30,7 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: Path, board: Any, log_interval: int, tokens: int) -> None:
-        self.path = directory / METRICS_FILE
+        self.path = directory / METRICS
         self._board, self._interval, self._tokens = board, log_interval, tokens
         self._rows: dict[int, dict[str, Any]] = {}
         # Size of the file without the line of an iteration that may get more values.
@@ -136,7 +134,7 @@ def check_metrics(directory: Path) -> None:
 
     A run would drop its lines, as if their iterations were trained again.
     """
-    path = directory / METRICS_FILE
+    path = directory / METRICS
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -152,6 +150,6 @@ def _iteration_of(line: bytes) -> float:
     if not line.endswith(b"\n"):
         return math.inf
     try:
-        return Entries(parse_json(line, METRICS_FILE), METRICS_FILE).integer("iteration", minimum=0)
+        return Entries(parse_json(line, METRICS), METRICS).integer("iteration", minimum=0)
     except UserError:
         return math.inf
