@@ -52,9 +52,8 @@ def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
 
 def restored(run: dict) -> LossCurve:
     """Restore a stored curve and its last validation."""
-    curve = curve_of(run)
-    validation = curve.iterations[-1:], np.array([run["validation_loss"]])
-    return curve._replace(validation_iterations=validation[0], validation_losses=validation[1])
+    curve, last = curve_of(run), np.array([run["validation_loss"]])
+    return curve._replace(validation_iterations=curve.iterations[-1:], validation_losses=last)
 
 
 def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:

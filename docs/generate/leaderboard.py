@@ -106,7 +106,7 @@ def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
     """Return runs by name and seed, the new ones in the place of the old.
 
     Raises:
-        SystemExit: a finished run has other arguments than the rest, its recipe aside.
+        SystemExit: a run has other arguments than the rest, its recipe aside.
     """
     runs = [*{(run["name"], run["seed"]): run for run in (*kept, *new)}.values()]
     for run in runs:
@@ -118,21 +118,31 @@ def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
     return runs
 
 
+def baseline_of(runs: Sequence[dict]) -> str:
+    """Return the name of the first run that quantizes nothing.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    found = next((run["name"] for run in runs if not _quantizes(_recipe(run))), None)
+    if found is None:
+        raise SystemExit("error: no run of a recipe that quantizes nothing, to compare with")
+    return found
+
+
 def rows(
     runs: Sequence[dict], speeds: dict[str, float]
 ) -> tuple[str, int, float, list[list[object]]]:
     """Return the baseline's name, the fewest seeds, what gap shows with them, and the table's rows.
 
     Raises:
-        SystemExit: no row is in BF16, or one has a seed that the baseline lacks.
+        SystemExit: a row has a seed that the baseline lacks.
     """
     by_name: dict[str, dict[int, dict]] = {}
     for run in runs:
         by_name.setdefault(run["name"], {})[run["seed"]] = run
     recipes = {name: _recipe(next(iter(by_seed.values()))) for name, by_seed in by_name.items()}
-    baseline = next((name for name, recipe in recipes.items() if not _quantizes(recipe)), None)
-    if baseline is None:
-        raise SystemExit("error: no run of a recipe that quantizes nothing, to compare with")
+    baseline = baseline_of(runs)
     losses = {
         name: {seed: by_name[name][seed]["loss"] for seed in sorted(by_name[name])}
         for name in (baseline, *(name for name in by_name if name != baseline))
@@ -266,13 +276,15 @@ def provenance(runs: Sequence[dict], root: str = "..") -> dict[str, str]:
     }
 
 
-def page(runs: Sequence[dict], speeds_files: Sequence[Path]) -> str:
-    """Return the page's text."""
+def page(
+    runs: Sequence[dict], speeds_files: Sequence[Path], contenders: Sequence[Contender]
+) -> str:
+    """Return the page's text; the picture is of ``contenders``, if there are several."""
     speeds, gpu = read_speeds(speeds_files)
     baseline, fewest, visible, lines = rows(runs, speeds)
     return render(
         "leaderboard", baseline=baseline, fewest=fewest, visible=visible, lines=lines,
-        speeds=[file.name for file in speeds_files], gpu=gpu, pictured=len(drawn(runs)) > 1,
+        speeds=[file.name for file in speeds_files], gpu=gpu, pictured=len(contenders) > 1,
         **provenance(runs, "../.."),
     )  # fmt: skip
 
@@ -282,17 +294,20 @@ def drawn(runs: Sequence[dict]) -> list[Contender]:
 
     Other seeds are ignored: their gaps would not be paired.
     """
-    stored: dict[str, dict[int, LossCurve]] = {}
-    for run in sorted(runs, key=lambda run: _quantizes(_recipe(run))):
+    stored: dict[str, dict[int, LossCurve]] = {baseline_of(runs): {}}
+    for run in runs:
         if "losses" in run:
             stored.setdefault(run["name"], {})[run["seed"]] = curve_of(run)
-    baseline = next(iter(stored.values()), {})
-    contenders = []
-    for name, curves in stored.items():
-        seeds = tuple(seed for seed in curves if seed in baseline)
-        if len(seeds) > 1:
-            contenders.append(Contender(name, tuple(curves[seed] for seed in seeds), seeds))
-    return contenders
+    baseline, *_ = stored.values()
+    paired = {
+        name: {seed: curve for seed, curve in curves.items() if seed in baseline}
+        for name, curves in stored.items()
+    }
+    return [
+        Contender(name, tuple(curves.values()), tuple(curves))
+        for name, curves in paired.items()
+        if len(curves) > 1
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -304,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = merge(kept, [kept_of(*run) for folder in args.folders for run in finished_runs(folder)])
     if not runs:
         made.error("no runs: give the folder of a study")
-    text, contenders = page(runs, SPEEDS), drawn(runs)
+    contenders = drawn(runs)
+    text = page(runs, SPEEDS, contenders)
     lines = ",\n".join(map(json.dumps, runs))
     args.results.write_text(f"[\n{lines}\n]\n")
     args.page.write_text(text, encoding="utf-8")

@@ -1,16 +1,17 @@
 """Pictures of docs/results.md and README: speed of whole steps; perplexity of the longer runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
-from megatron_lowbit.analysis.comparison import gaps
+from megatron_lowbit.analysis.comparison import GapCurve, gaps
+from megatron_lowbit.analysis.comparison_page import draw_gap
 from megatron_lowbit.analysis.loss_curve import colors
 
 OWN = "Megatron-LM "
@@ -49,29 +50,20 @@ def draw_curves(runs: Sequence[dict], file: Path) -> None:
     left.set_xlabel("tokens")
     left.xaxis.set_major_formatter(EngFormatter(sep=""))
     right.set_xlabel("minutes of training on one GPU")
-    _draw_gaps(gap_panel, runs, names, shades)
+    losses = [[[x for _, x in run["validation"]] for run in runs if run["name"] == name]
+              for name in names]  # fmt: skip
+    tokens = np.array([t for t, _ in runs[0]["validation"]])
+    late = tokens >= _SHOWN_FROM * runs[0]["tokens"]
+    for name, (gap, error) in zip(names, gaps(losses), strict=True):
+        curve = GapCurve(tokens[late], 100 * gap[late], 100 * error[late])
+        draw_gap(gap_panel, curve, shades[name])
+    gap_panel.set_ylabel(f"gap of the validation loss to {names[0]} (%)")
+    gap_panel.set_xlabel("tokens")
+    gap_panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     for panel in (left, right, gap_panel):
         panel.grid(alpha=0.3)
     right.legend()
     figure.savefig(file)
-
-
-def _draw_gaps(
-    axis: Axes, runs: Sequence[dict], names: Sequence[str], shades: Mapping[str, Any]
-) -> None:
-    """Draw gaps of the validation loss to the first name, with bands of one standard error."""
-    losses = {name: [[x for _, x in run["validation"]] for run in runs if run["name"] == name]
-              for name in names}  # fmt: skip
-    tokens = np.array([t for t, _ in runs[0]["validation"]])
-    shown = tokens >= _SHOWN_FROM * runs[0]["tokens"]
-    for name, (gap, error) in zip(names, gaps(list(losses.values())), strict=True):
-        middle, width = 100 * gap[shown], np.broadcast_to(100 * error, gap.shape)[shown]
-        axis.plot(tokens[shown], middle, color=shades[name], linewidth=1.2)
-        axis.fill_between(tokens[shown], middle - width, middle + width, color=shades[name],
-                          alpha=0.15, linewidth=0)  # fmt: skip
-    axis.set_ylabel(f"gap of the validation loss to {names[0]} (%)")
-    axis.set_xlabel("tokens")
-    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 class Bars(NamedTuple):

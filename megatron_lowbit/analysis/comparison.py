@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, recent_means
 from megatron_lowbit.errors import require
+from megatron_lowbit.folders import METRICS
 
 FINAL_SHARE = 1 / 20
 """Share of a run's iterations, the last, that the final loss is the mean of."""
@@ -28,7 +29,7 @@ class Contender(NamedTuple):
 class Row(NamedTuple):
     """Figures of a contender; gaps are relative to the baseline's final loss.
 
-    ``gap`` is NaN unless all runs of both names end after as many tokens.
+    ``gap`` is NaN unless all runs of both names have the same number of tokens.
     ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
     standard error, NaN where no name has two seeds; ``perplexity`` is the last validation's, the
     mean over seeds, with its standard deviation, NaN where a run has none; ``spikes`` is the mean
@@ -51,12 +52,12 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
     """Read named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
 
     ``seeds``: the seed of each run, where they are known. Raises UserError for a file that cannot
-    be read, and for the same losses twice under a name, which are no two seeds.
+    be read, and for two runs of a name with the same losses.
     """
     contenders: dict[str, Contender] = {}
     for number, (name, path) in enumerate(runs):
         before = contenders.get(name, Contender(name, ()))
-        curve = read_losses(path / "metrics.jsonl" if path.is_dir() else path)
+        curve = read_losses(path / METRICS if path.is_dir() else path)
         is_new = not any(np.array_equal(curve.losses, other.losses) for other in before.curves)
         require(is_new, f"{path}: has the losses of another run of {name!r}; give another seed")
         known = (*before.seeds, *seeds[number : number + 1])

@@ -159,7 +159,7 @@ def _draw_in_colors(
             above.plot(curve.tokens, losses, color=color, linewidth=1, label=label)
     below.axhline(0, color=shades[0], linewidth=1)
     for row, gap, color in list(zip(rows, gaps, shades, strict=True))[1:]:
-        _draw_gap(below, gap, color, label=f"{row.name}: {gap_text(row)}")
+        draw_gap(below, _shown(gap), color, label=f"{row.name}: {gap_text(row)}")
     above.set_ylabel("loss (nats per token)")
     below.set_ylabel(f"gap to {rows[0].name} (%), ± standard error")
     below.set_xlabel("tokens")
@@ -180,7 +180,7 @@ def _draw_in_panels(rows: Sequence[Row], gaps: Sequence[GapCurve]) -> Figure:
         for other in map(_shown, gaps[1:]):
             panel.plot(other.tokens, other.gap, color="0.85", linewidth=0.7)
         panel.axhline(0, color="black", linewidth=0.8)
-        _draw_gap(panel, gap, "tab:blue")
+        draw_gap(panel, _shown(gap), "tab:blue")
         panel.set_title(f"{row.name}\n{gap_text(row)}", fontsize=9)
         panel.grid(alpha=0.3)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -193,8 +193,9 @@ def _draw_in_panels(rows: Sequence[Row], gaps: Sequence[GapCurve]) -> Figure:
     return figure
 
 
-def _draw_gap(panel: Axes, curve: GapCurve, color: object, label: str | None = None) -> None:
-    tokens, gap, error = _shown(curve)
+def draw_gap(panel: Axes, curve: GapCurve, color: object, label: str | None = None) -> None:
+    """Draw a gap by tokens, with a band of its standard error."""
+    tokens, gap, error = curve
     panel.plot(tokens, gap, color=color, linewidth=1.5, label=label)
     panel.fill_between(tokens, gap - error, gap + error, color=color, alpha=0.15, linewidth=0)
 

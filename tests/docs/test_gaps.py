@@ -32,7 +32,7 @@ def folding_gaps() -> Iterator[tuple[str, str]]:
 def test_gaps_of_pages_are_computed():
     computed = set(folding_gaps())
     earlier = json.loads((RESULTS / "leaderboard-mixed.json").read_text())
-    for text in (leaderboard.page(earlier, leaderboard.SPEEDS), *map(read, GENERATED)):
+    for text in (leaderboard.page(earlier, leaderboard.SPEEDS, []), *map(read, GENERATED)):
         computed |= set(GAP.findall(text))
     # Decimals of claims.md are compared by test_generate_claims.py.
     others = {*PAGES} - {*GENERATED, DOCS / "research" / "claims.md"}

@@ -23,7 +23,10 @@ def test_parity(tmp_path):
 
 def test_the_leaderboard():
     runs = json.loads(leaderboard.KEPT.read_text())
-    assert leaderboard.page(runs, leaderboard.SPEEDS) == leaderboard.PAGE.read_text()
+    assert (
+        leaderboard.page(runs, leaderboard.SPEEDS, leaderboard.drawn(runs))
+        == leaderboard.PAGE.read_text()
+    )
 
 
 def test_results_and_the_readme(tmp_path):
