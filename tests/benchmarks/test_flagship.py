@@ -58,7 +58,8 @@ def test_cases():
     found = flagship.cases()
     fused, even, spread = 2 * 2, 2 * (11 + 2), 2 * 11 + 4
     long, split = 11, 2 * (11 + 3) + 4
-    count = 28 * (6 + 11) + 11 + fused + even + spread + long + split
+    whole_on_one, whole_on_two = 11, 2 * 11
+    count = 28 * (6 + 11) + whole_on_one + whole_on_two + fused + even + spread + long + split
     assert len({case.name for case in found}) == len(found) == count
     for case in found:
         words = flagship.words_of(case, 14)
@@ -144,7 +145,10 @@ PARAMETERS = {
     "llama-8b-20": 20 * 218e6 + 1.05e9,
     "llama-8b-32k-2gpu": 16 * 218e6 + 1.05e9,
     "llama-8b-tp2": 10 * 218e6 + 1.05e9,
-    **{f"llama-8b-{part}": 32 * 218e6 + 1.05e9 for part in ("32", "1xh200", "4xh200", "4xh100")},
+    **{
+        f"llama-8b-{part}": 32 * 218e6 + 1.05e9
+        for part in ("32", "1xh200", "2xh200", "4xh200", "4xh100")
+    },
     **dict.fromkeys(("qwen3-30b", "qwen3-30b-even", "qwen3-30b-even-4"), 4 * 623e6 + 622e6),
     "qwen3-30b-2gpu": 6 * 321e6 + 622e6,  # a rank's, with half of the experts
     "hybrid-8b": 5 * 110e6 + 5 * 176e6 + 38e6 + 1.07e9,
