@@ -93,18 +93,19 @@ def test_against_scalars_on_random_data(format, exponent):
 @pytest.mark.parametrize("hadamard", [None, 16])
 @pytest.mark.parametrize("name", INPUTS)
 def test_each_row_is_a_tensor(name, hadamard, options):
-    """Row by row the bits of the golden format, of tokens and, transformed, of features."""
+    """Row by row the bits of the golden format, of tokens and features, with and without RHT."""
     for axis in (1, 0):
         x, settings = GOLDEN.x(name), {"axis": axis, "hadamard": hadamard, **options}
         q = quantize(x, "nvfp4", row_scaled=True, **settings)
         lines = x.split(1, 1 - axis)
         assert len(lines) == len(q.tensor_scale)
-        for row, line in enumerate(lines):
-            alone = quantize(line, "nvfp4", **settings)
+        decoded = q.dequantize()
+        for row in range(0, len(lines), 5):
+            alone = quantize(lines[row], "nvfp4", **settings)
             assert torch.equal(q.codes[[row]], alone.codes)
             np.testing.assert_array_equal(bytes_of(q.scales[[row]]), bytes_of(alone.scales))
             assert q.tensor_scale[row].equal(alone.tensor_scale[None])
-            assert torch.equal(bits(q.dequantize()[row]), bits(alone.dequantize()))
+            assert torch.equal(bits(decoded[row]), bits(alone.dequantize()))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
