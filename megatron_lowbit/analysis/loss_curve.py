@@ -29,12 +29,17 @@ class LossCurve(NamedTuple):
 
 
 def read_losses(path: Path) -> LossCurve:
-    """Read a metrics.jsonl. Raises UserError for a missing, malformed or lossless file."""
+    """Read a metrics.jsonl, except a last line that a run is still writing.
+
+    Raises UserError for a missing, malformed or lossless file.
+    """
     columns: dict[str, list[float]] = {name: [] for name in LossCurve._fields}
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read as metrics.jsonl ({error.strerror})") from None
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
     for number, line in enumerate(lines, start=1):
         location = f"{path}:{number}"
         record = as_object(parse_json(line, location), location)
