@@ -161,8 +161,8 @@ def test_a_run_that_diverged_is_last(write, tmp_path):
         write("lost", seed, loss, "--precision-recipe", "quartet2")
         write("nvfp4", seed, 2.4 + seed / 9, *NVFP4)
     file = folder / "lost-1" / "metrics.jsonl"
-    file.write_text("\n".join(json.dumps(json.loads(line) | {"lm_loss": None})
-                              for line in file.read_text().splitlines()))  # fmt: skip
+    lost = [json.loads(line) | {"lm_loss": None} for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lost))
     assert [row[0] for row in built(tmp_path, folder)] == ["bf16", "nvfp4", "lost"]
 
 

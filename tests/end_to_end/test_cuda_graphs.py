@@ -22,7 +22,9 @@ COMMON = ("--bf16", "--attention-backend", "unfused", "--quantization-engine", "
         ("transformer_engine", "transformer_engine"),
     ],
 )
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-tile", "nvfp4", "mxfp4-backward", "fp8-delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "fp8-tile", "mxfp8", "nvfp4", "mxfp4-backward", "fp8-delayed"]
+)
 def test_the_same_losses(recipe, implementation, layers, pretrain_command, tmp_path):
     """Compare runs without graphs, with them, and resumed with them; of two microbatches."""
     given = (*COMMON, *LAYERS[layers], "--precision-recipe", recipe)
