@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from pages import NAMES, PAGES, ROOT, code_of
 SHELL = ("", "sh", "bash", "shell", "console", "text")
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 TARGETS = set(re.findall(r"^([\w./-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
-TRAINING = "lowbit-pretrain"
+TRAINING, RECIPE = "lowbit-pretrain", "--precision-recipe"
 SEPARATORS = {"&&", "||", "|", ";", "do", "then", "exec", "time", "env"}
 PLACEHOLDER = re.compile(r"\.\.\.|[A-Z_]{2,}\b|\$|[\[{<*…]")
 
@@ -131,6 +132,15 @@ def test_options_are_found():
     assert not options("tools/plot_loss.py").hands_on
 
 
+def with_presets(arguments: list[str]) -> Iterator[str]:
+    """Yield arguments, those of existing presets in the place of their files."""
+    for word in arguments:
+        if word.startswith("@examples/") and (ROOT / word[1:]).is_file():
+            yield from with_presets(shlex.split((ROOT / word[1:]).read_text(), comments=True))
+        else:
+            yield word
+
+
 def check(name: str, arguments: list[str]) -> None:
     """Assert that a program takes the arguments, and training those that it hands on."""
     takes = options(name)
@@ -140,6 +150,10 @@ def check(name: str, arguments: list[str]) -> None:
     behind += [option for option, action in known.items() if action.nargs == argparse.REMAINDER]
     if takes.hands_on:
         known = actions(options(TRAINING).parser, []) | known
+    given = dict(pairwise([*with_presets(arguments), ""]))
+    if given.get("--cuda-graph-impl") == "local" and given.get(RECIPE, "bf16") != "bf16":
+        # Training refuses the default, which would replay quantized graphs in validation.
+        assert "--eval-precision" in given or given.get("--eval-iters") == "0", "--eval-precision"
     for at, word in enumerate(arguments):
         if word in behind:
             check(TRAINING, arguments[at + 1 :])
@@ -225,6 +239,7 @@ def test_python_compiles(page: Path):
         "python benchmarks/loss_curves.py",
         "make pretain",
         "pytest tests/numerix",
+        "lowbit-pretrain --precision-recipe mxfp8 --cuda-graph-impl local",
     ],
 )
 def test_a_wrong_command_is_found(command):
