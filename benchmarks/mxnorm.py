@@ -1,7 +1,7 @@
 """MXNorm and the cast against RMSNorm and the cast: kernels, and layers of Llama-3-8B.
 
     python -m benchmarks mxnorm              measure, write the JSON, print its means
-    python -m benchmarks mxnorm --summary    print the means of a JSON, draw its picture
+    python -m benchmarks mxnorm --summary    print the means of a JSON
 
 As in appendix H of "MXNorm" (arXiv 2603.13180), on its grid: tokens 2**12 to 2**16; hidden sizes
 2**10 to 2**14 and three between each two; blocks of 16, 32 and 64; E4M3 and E2M1 elements with E8M0
@@ -14,13 +14,11 @@ rate. Layers: forward without gradients, 4 or 8 sequences, quantized weights cac
 step. A file that is there keeps the parts that are not measured again.
 """
 
-import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,13 +30,13 @@ from benchmarks import records, runner, timing
 from benchmarks.model import MODEL, build, initialize
 from benchmarks.quantize import stored_bytes
 from benchmarks.timing import Ceilings, Step
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.formats import E2M1, E4M3
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
-PICTURE = records.ROOT / "docs" / "images" / "mxnorm_kernels.png"
 TOKENS = [2**r for r in range(12, 17)]
 HIDDEN = [k * 2**r // 4 for r in range(10, 14) for k in (4, 5, 6, 7)] + [2**14]
 ELEMENTS = {"E4M3": E4M3, "E2M1": E2M1}
@@ -64,7 +62,8 @@ def _format(case: str) -> Any:
 def _kernel(case: str, norm: str, x: Tensor) -> Callable[[], Any]:
     from megatron_lowbit.kernels.norm import normalize_quantize
 
-    return partial(normalize_quantize, x, NORMS[norm], Request(Quantizer(_format(case))), False)
+    request = Request(Quantizer(_format(case)))
+    return partial(normalize_quantize, x, NORMS[norm], request, Form.CODES)
 
 
 @cache
@@ -276,36 +275,15 @@ def summary(rows: Sequence[dict]) -> Table:
     return shown
 
 
-def draw(rows: Sequence[dict], file: Path) -> None:
-    """Draw a heat map for each case of the grid: MXNorm's kernel over RMSNorm's."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6), layout="constrained")
-    grid = figure.subplots(2, 3, sharex=True, sharey=True)
-    for axes, case in zip(grid.flat, CASES, strict=True):
-        ratios = speedups(rows, "kernel", case, "MXNorm", "RMSNorm")
-        values = [[ratios.get((h, t), math.nan) for h in HIDDEN] for t in TOKENS]
-        image = axes.imshow(values, origin="lower", aspect="auto", cmap="RdBu", vmin=0.6, vmax=1.4)
-        axes.set_title(case)
-        axes.set_xticks(range(len(HIDDEN)), map(str, HIDDEN), rotation=90)
-        axes.set_yticks(range(len(TOKENS)), [f"2^{t.bit_length() - 1}" for t in TOKENS])
-    figure.supxlabel("hidden size")
-    figure.supylabel("tokens")
-    figure.colorbar(image, ax=grid, label="MXNorm, times as fast as RMSNorm")
-    figure.savefig(file, dpi=120)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure or read, print the means, write the JSON or the picture."""
+    """Measure or read, print the means, write the JSON."""
     parser = records.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--summary", action="store_true", help="summarize the results in --output")
     records.add_output(parser, "mxnorm")
     args = parser.parse_args(argv)
     rows = records.read(args.output)
-    if args.summary:
-        draw(rows, PICTURE)
-    else:
+    if not args.summary:
         rows = [r for r in rows if r["part"] not in args.parts]
         begin, limits = time.monotonic(), timing.ceilings()
         for more in measure(limits, args.parts):

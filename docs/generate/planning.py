@@ -78,7 +78,7 @@ def _runs(data: dict) -> tuple[list[list[str]], list[str]]:
     lines, failed = [], []
     for row in data["rows"]:
         name = [row[key] for key in NAME]
-        if why := row.get("failed", row.get("error")):
+        if why := row.get("error"):
             failed.append(f"{', '.join(name)}: {why}")
             continue
         card, scan = kind_of(data["machine"]["gpu"]), row.get("scan", "mamba-ssm")

@@ -337,6 +337,10 @@ def quantized_param_gather(args: Namespace) -> Rows:
         "--check-weight-hash-across-dp-replicas-interval": hashes is not None,
         "--qk-clip": args.qk_clip,
     }
+    return _needs_and_excludes(flag, needs, excludes)
+
+
+def _needs_and_excludes(flag: str, needs: Rows, excludes: Rows) -> Rows:
     return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
         f"{flag} excludes {other}: omit one of them": given for other, given in excludes.items()
     }
@@ -362,9 +366,7 @@ def quantized_expert_dispatch(args: Namespace) -> Rows:
         "--cuda-graph-impl": args.cuda_graph_impl != "none",
         "--log-quantization-error-interval": args.log_quantization_error_interval,
     }
-    return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
-        f"{flag} excludes {other}: omit one of them": given for other, given in excludes.items()
-    }
+    return _needs_and_excludes(flag, needs, excludes)
 
 
 def quantization_log(args: Namespace) -> Rows:

@@ -35,6 +35,18 @@ def test_gradients_are_autograd_s():
         assert ((made - exact.grad).abs() <= 2.0**-8 * exact.grad.abs() + 1e-5).all()
 
 
+@pytest.mark.parametrize("norm", mxnorm.NORMS)
+@pytest.mark.parametrize("case", ["E4M3, B = 32", "NVFP4"])
+def test_kernels_normalize_and_cast(case, norm):
+    """To half a step of E4M3 at most, and of E2M1; MXNorm estimates the RMS to a few percent."""
+    x = torch.randn(8, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = x.to(timing.device())
+    made, _ = mxnorm._kernel(case, norm, x)()
+    exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
+    error = (made.dequantize().double() - exact).norm() / exact.norm()
+    assert error < (0.12 if case == "NVFP4" else 0.05)
+
+
 def test_backward_is_set_against_its_bytes(monkeypatch):
     """6 bytes per value and 4 per row, at 4 TB/s."""
     contenders = mxnorm.gradients(64)

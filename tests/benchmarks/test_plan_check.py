@@ -67,7 +67,7 @@ def test_the_page_is_renewed_only_between_its_markers(monkeypatch, tmp_path):
         "arguments": case.arguments, "vocabulary": 4096, "memory_gib": [50.0],
         "tokens_per_s": 10000.0,
     }  # fmt: skip
-    failed = {"model": "M", "recipe": "R", "layout": "L", "failed": "out of memory"}
+    failed = {"model": "M", "recipe": "R", "layout": "L", "error": "out of memory"}
     machine = {"gpu": "NVIDIA H200", "torch": "2", "date": "today", "commit": "abc"}
     machine["megatron_core"] = version("megatron-core")
     data = {"machine": machine, "gpus": 1, "rows": [row, failed]}

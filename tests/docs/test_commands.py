@@ -128,7 +128,7 @@ def test_options_are_found():
     for script in ("pretrain_gpt.py", "pretrain_hybrid.py", "examples/own_script.py"):
         assert "--precision-recipe" in options(script).parser._option_string_actions
     assert options("-m megatron_lowbit.recipes").parser._subparsers is not None
-    assert options("-m benchmarks loss_curves").hands_on
+    assert options("-m benchmarks plan_check").hands_on
     assert not options("tools/plot_loss.py").hands_on
 
 
@@ -235,8 +235,8 @@ def test_python_compiles(page: Path):
         "lowbit-pretrain --lr-decay-style cubic",
         "lowbit-recipes shw nvfp4",
         "torchrun --nproc-per-node 2 pretrain_gpt.py @examples/none.args",
-        "python -m benchmarks loss_curves --recipez bf16",
-        "python benchmarks/loss_curves.py",
+        "python -m benchmarks linear --recipez bf16",
+        "python benchmarks/linear.py",
         "make pretain",
         "pytest tests/numerix",
         "lowbit-pretrain --precision-recipe mxfp8 --cuda-graph-impl local",

@@ -46,14 +46,8 @@ MLP = {
 }
 QKV_BIAS = {"self_attention.linear_qkv.bias": "self_attn.{q,k,v}_proj.bias"}
 QKV_PROJ = {"self_attention.linear_qkv.weight": "self_attn.qkv_proj.weight"}
-GATE_UP_MLP = {
-    "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
-UNGATED_MLP = {
-    "mlp.linear_fc1.weight": "mlp.up_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
+GATE_UP_MLP = MLP | {"mlp.linear_fc1.weight": "mlp.gate_up_proj.weight"}
+UNGATED_MLP = MLP | {"mlp.linear_fc1.weight": "mlp.up_proj.weight"}
 
 ALL_WINDOWS = {
     "window_attn_skip_freq": lambda model: (
