@@ -133,7 +133,7 @@ def test_options_are_found():
 
 
 def with_presets(arguments: list[str]) -> Iterator[str]:
-    """Yield arguments, those of existing presets in the place of their files."""
+    """Yield arguments, with what existing presets hold in the place of their files."""
     for word in arguments:
         if word.startswith("@examples/") and (ROOT / word[1:]).is_file():
             yield from with_presets(shlex.split((ROOT / word[1:]).read_text(), comments=True))
