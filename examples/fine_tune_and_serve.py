@@ -5,7 +5,7 @@
 
 The commands of docs/finetune-and-serve.md run with a random model, a page of text and small sizes,
 in about a minute on a CPU. Then the logits of transformers and of llama.cpp are compared with the
-trainer's. It needs llama.cpp: pip install 'megatron-lowbit[serve]'
+trainer's. It needs llama.cpp: pip install '.[serve]'
 """
 
 import argparse
