@@ -8,7 +8,7 @@ from pages import ROOT
 
 DOCS = ROOT / "docs"
 NOT_MEASURED = "not measured"
-STEPS = r"### Llama-3-8B: 10 of 32 layers, its vocabulary: NVIDIA {}\b.*?\n\n(\|.*?)\n\n"
+STEPS = r"### Llama-3-8B: 10 of 32 layers, full vocabulary: NVIDIA {}\b.*?\n\n(\|.*?)\n\n"
 
 
 def rows(text: str) -> Iterator[dict[str, str]]:
