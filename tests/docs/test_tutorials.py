@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 from pages import ROOT, Code, code_of
 
-from tests.marks import others_slow
-
-FOLDER = ROOT / "docs" / "tutorials"
-TUTORIALS = sorted(page.stem for page in FOLDER.glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FILE = re.compile(r"# (\S+\.(?:yaml|args))\n")
 NUMBER = re.compile(r"(\.\.\.|\d[\d,]*(?:\.\d+)?)")
 
@@ -48,9 +45,10 @@ def is_shown(expected: str, line: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", others_slow(TUTORIALS, ("first-recipe",)))
-def test_tutorial(name: str, tmp_path: Path):
-    blocks = [code for code in code_of(FOLDER / f"{name}.md") if "\n" in code.text]  # no spans
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorial(page: Path, tmp_path: Path):
+    blocks = [code for code in code_of(page) if "\n" in code.text]  # no spans
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(
