@@ -3,7 +3,7 @@
 Example: lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --fp4-recipe nvfp4 \\
              --vocab-size 128256
          lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --vocab-size 128256 \\
-             --recipes bf16,fp8-tile,nvfp4 --tokens 15e12
+             --recipes bf16 fp8-tile nvfp4 --tokens 15e12
 
 Every other argument is a training argument, as for pretrain_gpt.py. All results are calculated;
 --figures prints the figures of the GPU that they come from, with their sources.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.recipes is not None:
         given = TrainingArguments(training).flags.precision_recipe
         require(given is None, "--recipes excludes --precision-recipe: omit one of them")
-        choices = [["--precision-recipe", name] for name in args.recipes.split(",")]
+        choices = [["--precision-recipe", name] for name in args.recipes]
     runs = [
         plan_run([*training, *choice], args.gpu, args.gpus, args.gpus_per_node, args.as_given,
                  args.scan or SCANS[0], args.tokens)
@@ -60,8 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs joined by NVLink")
     parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
     parser.add_argument(
-        "--recipes", metavar="NAME_OR_FILE,...", help="recipes to compare, by their fastest layouts"
-    )
+        "--recipes", nargs="+", metavar="NAME_OR_FILE",
+        help="recipes to compare, by their fastest layouts",
+    )  # fmt: skip
     parser.add_argument(
         "--tokens", type=float, help="tokens of the run, for its days (default: of training)"
     )

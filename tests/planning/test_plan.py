@@ -60,7 +60,7 @@ MOVED = 1 / H200.moved(1.0)
         ),
         f"--gpus 8 {LLAMA_8B} --as-given --scan torch": "--scan torch: only hybrids have a scan",
         f"--gpus 8 {LLAMA_8B} --tokens -3": "--tokens -3.0: must be positive",
-        f"--gpus 8 {LLAMA_8B} --recipes bf16,nvfp5": "nvfp5",
+        f"--gpus 8 {LLAMA_8B} --recipes bf16 nvfp5": "nvfp5",
         f"--gpus 8 {LLAMA_8B} --recipes bf16 --precision-recipe nvfp4": (
             "--recipes excludes --precision-recipe"
         ),
@@ -101,7 +101,7 @@ def test_layouts_beyond_the_memory_are_omitted_and_counted(capsys):
 
 
 def test_recipes_side_by_side_are_the_fastest_layout_of_each(capsys):
-    main(shlex.split(f"--gpus 2 --gpu h200 {LLAMA_8B} --recipes bf16,fp8-tile --tokens 1e12"))
+    main(shlex.split(f"--gpus 2 --gpu h200 {LLAMA_8B} --recipes bf16 fp8-tile --tokens 1e12"))
     rows = cells(capsys.readouterr().out, 9)
     assert [row[0] for row in rows] == ["bf16", "fp8-tile"]
     speeds = []
@@ -150,7 +150,7 @@ def test_tokens_of_a_run_are_its_iterations_or_its_samples():
         ("--gpu h100 --recipes mxfp4", "MXFP4 runs as FP8 on NVIDIA H100 SXM: no faster than FP8"),
         ("--gpu b200 --recipes nvfp4 --transformer-impl local", "NVFP4 runs as BF16 on .* B200"),
         ("--gpu b200 --recipes nvfp4", None),
-        ("--gpu h100 --recipes bf16,fp8-tensorwise", None),
+        ("--gpu h100 --recipes bf16 fp8-tensorwise", None),
     ],
 )
 def test_formats_without_tensor_cores_of_their_own_are_named(capsys, words, expected):

@@ -36,7 +36,7 @@ def printed(text: str, capsys) -> list[str]:
             48,
             marks=pytest.mark.slow,
         ),
-        (f"--gpus 1 --gpu h100 {LLAMA_8B} --recipes bf16,fp8-tile", 2),
+        (f"--gpus 1 --gpu h100 {LLAMA_8B} --recipes bf16 fp8-tile", 2),
         (f"--gpus 1 --gpu h100 {LLAMA_8B} --as-given", 2),
         # Without a sharded optimizer no number of replicas helps, another layout does.
         (f"--gpus 8 --gpu h100 {LLAMA_8B} --as-given", 8),
@@ -102,7 +102,7 @@ def test_arguments_that_a_given_layout_lacks_are_named(capsys):
         f"--gpus 8 {TINY} --recompute-granularity selective --recompute-modules core_attn": (
             "torchrun --nproc-per-node 8 --no-python lowbit-pretrain --num-layers"
         ),
-        f"--gpus 2 {LLAMA_8B} --recipes bf16,fp8-tile --data-path 'my data'": "torchrun",
+        f"--gpus 2 {LLAMA_8B} --recipes bf16 fp8-tile --data-path 'my data'": "torchrun",
     }.items(),
 )
 def test_the_last_line_is_a_command_that_asks_for_the_first_layout(words, starts, capsys):
