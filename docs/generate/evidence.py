@@ -28,8 +28,6 @@ from megatron_lowbit.study.definition import Study, jobs_of, read_study
 STUDIES_FILE = RESULTS / "studies.json"
 PAGE = ROOT / "docs" / "research" / "evidence.md"
 STUDIES = ROOT / "examples" / "studies"
-RATES = "mxnorm-lr"
-"""Study of learning rates, whose rows are not compared with a baseline."""
 
 
 def collect(folder: Path) -> list[dict]:
@@ -94,28 +92,6 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     return markdown_table(headings, lines)
 
 
-def by_rate(rows: Sequence[Row]) -> str:
-    """Tabulate final losses of rows named "NORM, RATE": a line for each rate."""
-    cells = {tuple(row.name.split(", ")): _spread(row.loss, row.loss_spread, 4) for row in rows}
-    norms, rates = (list(dict.fromkeys(part)) for part in zip(*cells, strict=True))
-    lines = [[rate, *(cells.get((norm, rate), "ended") for norm in norms)] for rate in rates]
-    return markdown_table(("learning rate", *norms), lines)
-
-
-def section_of(name: str, contenders: Sequence[Contender]) -> str:
-    """Return a study's table and a reference to its picture, which a table of rates lacks."""
-    rows = compare(contenders)
-    if name == RATES:
-        return by_rate(rows)
-    image = f"![gaps of the study {name}](../images/{picture_of(name).name})"
-    return f"{table(rows, contenders)}\n\n{image}"
-
-
-def picture_of(name: str) -> Path:
-    """Return the file of a study's picture."""
-    return PAGE.parents[1] / "images" / f"evidence_{name}.png"
-
-
 def _spread(mean: float, deviation: float, digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if np.isnan(deviation) else f" ± {deviation:.{digits}f}")
 
@@ -142,9 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     sections = {}
     for name in kept:
         contenders = contenders_of(name, studies, kept)
-        sections[name] = section_of(name, contenders)
-        if name != RATES:
-            picture_of(name).write_bytes(picture(contenders))
+        rows = compare(contenders)
+        file = f"evidence_{name}.png"
+        (PAGE.parents[1] / "images" / file).write_bytes(picture(contenders))
+        image = f"![gaps of the study {name}](../images/{file})"
+        sections[name] = f"{table(rows, contenders)}\n\n{image}"
     replace_sections(PAGE, sections)
 
 

@@ -9,6 +9,7 @@ import parallelism
 import results
 from render import RESULTS, ROOT
 
+from megatron_lowbit.analysis.comparison import compare
 from megatron_lowbit.study.definition import read_study
 
 
@@ -47,4 +48,4 @@ def test_tables_of_studies():
     text = evidence.PAGE.read_text()
     for name in kept:
         contenders = evidence.contenders_of(name, studies, kept)
-        assert evidence.section_of(name, contenders) in text
+        assert evidence.table(compare(contenders), contenders) in text
