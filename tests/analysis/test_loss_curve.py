@@ -45,7 +45,7 @@ def test_losses_are_read(write_run):
 
 
 @pytest.mark.parametrize("part", ['{"iter', '{"iteration": 101, "lm_loss": 1.0}'])
-def test_a_line_that_is_being_written_is_left_out(part, write_run):
+def test_a_line_that_is_being_written_is_ignored(part, write_run):
     path = write_run("a")
     with path.open("a") as file:
         file.write(part)
@@ -91,16 +91,17 @@ def test_bad_files(write_run, tmp_path):
     with pytest.raises(UserError, match=r"none.jsonl: cannot be read"):
         plot_loss({"a": tmp_path / "none.jsonl"}, tmp_path / "loss.png")
     for content, message in (
-        ("{}", "holds no lm_loss"),
-        ('{"iteration": 1, "lm_loss": 2.0}\n{"lm_loss": 2.0}', ":2: needs the entry 'iteration'"),
+        ("", "holds no lm_loss"),
+        ("{}\n", "holds no lm_loss"),
+        ('{"iteration": 1, "lm_loss": 2.0}\n{"lm_loss": 2.0}\n', ":2: needs the entry 'iteration'"),
         ("[]\n3\n", r":1: holds no JSON object, but \[\]"),
-        ("{}\n", ":2: not valid JSON"),
-        ("[" * 10**5, ":1: not valid JSON"),
-        ('{"iteration": 1, "lm_loss": 1e999}', ":1: lm_loss inf: must be a finite number"),
-        ('{"iteration": 1e999, "lm_loss": 1}', ":1: iteration inf: must be an integer"),
+        ("{}\n\n", ":2: not valid JSON"),
+        ("[" * 10**5 + "\n", ":1: not valid JSON"),
+        ('{"iteration": 1, "lm_loss": 1e999}\n', ":1: lm_loss inf: must be a finite number"),
+        ('{"iteration": 1e999, "lm_loss": 1}\n', ":1: iteration inf: must be an integer"),
     ):
         bad = tmp_path / "bad.jsonl"
-        bad.write_text(f"{content}\n")
+        bad.write_text(content)
         with pytest.raises(UserError, match=message):
             plot_loss({"a": bad}, tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()

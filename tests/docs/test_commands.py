@@ -18,6 +18,8 @@ from typing import NamedTuple
 import pytest
 from pages import NAMES, PAGES, ROOT, code_of
 
+from megatron_lowbit.command_line import expand_files
+
 SHELL = ("", "sh", "bash", "shell", "console", "text")
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 TARGETS = set(re.findall(r"^([\w./-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -132,15 +134,6 @@ def test_options_are_found():
     assert not options("tools/plot_loss.py").hands_on
 
 
-def with_presets(arguments: list[str]) -> Iterator[str]:
-    """Yield arguments, with what existing presets hold in the place of their files."""
-    for word in arguments:
-        if word.startswith("@examples/") and (ROOT / word[1:]).is_file():
-            yield from with_presets(shlex.split((ROOT / word[1:]).read_text(), comments=True))
-        else:
-            yield word
-
-
 def check(name: str, arguments: list[str]) -> None:
     """Assert that a program takes the arguments, and training those that it hands on."""
     takes = options(name)
@@ -150,7 +143,8 @@ def check(name: str, arguments: list[str]) -> None:
     behind += [option for option, action in known.items() if action.nargs == argparse.REMAINDER]
     if takes.hands_on:
         known = actions(options(TRAINING).parser, []) | known
-    given = dict(pairwise([*with_presets(arguments), ""]))
+    readable = [word for word in arguments if word[:1] != "@" or (ROOT / word[1:]).is_file()]
+    given = dict(pairwise([*expand_files(readable), ""]))
     if given.get("--cuda-graph-impl") == "local" and given.get(RECIPE, "bf16") != "bf16":
         # Training refuses the default, which would replay quantized graphs in validation.
         assert "--eval-precision" in given or given.get("--eval-iters") == "0", "--eval-precision"

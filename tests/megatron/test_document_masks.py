@@ -19,7 +19,9 @@ from tests.megatron.tiny_models import TINY, built, one_rank
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-LENGTH, BOUNDARIES, PADDED = 128, [0, 37, 100, 128], [0, 40, 104, 128]
+LENGTH, BOUNDARIES = 128, [0, 37, 100, 128]
+PADDED = {2: [0, 36, 100, 128], 4: [0, 40, 104, 128]}
+"""Boundaries by the number of context parallel ranks, to multiples of twice the number."""
 LINE = f"""
     {TINY} --num-layers 2 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 1024 --swiglu
     --position-embedding-type rope --seq-length {LENGTH} --max-position-embeddings {LENGTH}
@@ -57,7 +59,8 @@ def test_context_parallel_ranks_have_the_losses_of_one(recipe, atol, size, tmp_p
     """
     for ranks in (1, size):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--nproc-per-node", str(ranks), __file__, recipe, str(tmp_path)]  # fmt: skip
+                   "--nproc-per-node", str(ranks), __file__, recipe, str(size),
+                   str(tmp_path)]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         subprocess.run(command, env=environment, check=True, timeout=300)
     [alone] = tmp_path.glob("1-*.pt")
@@ -70,8 +73,8 @@ def test_context_parallel_ranks_have_the_losses_of_one(recipe, atol, size, tmp_p
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def worker(recipe: str, folder: Path) -> None:
-    """Save the places and losses of this rank's tokens."""
+def worker(recipe: str, size: int, folder: Path) -> None:
+    """Save the places and losses of this rank's tokens, of documents for ``size`` ranks."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     host, device = divmod(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     os.environ["NCCL_HOSTID"] = f"host-{host}"
@@ -83,7 +86,7 @@ def worker(recipe: str, folder: Path) -> None:
         model = built(f"{LINE} --precision-recipe {recipe} {padding}", "cuda")
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(512, (1, LENGTH), generator=generator).cuda()
-        values, places = losses(model, tokens, PADDED)
+        values, places = losses(model, tokens, PADDED[size])
         torch.save((places.cpu(), values.cpu()), folder / f"{ranks}-{rank}.pt")
 
 
@@ -107,4 +110,4 @@ def losses(
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], Path(sys.argv[2]))
+    worker(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
