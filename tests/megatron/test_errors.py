@@ -57,6 +57,25 @@ def test_a_missing_package_is_named():
         import none_such  # noqa: F401
 
 
+def test_local_layers_without_apex():
+    """As on a GPU, where Megatron-LM's norm refuses its default and its softmax needs a kernel."""
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+    from megatron.core.transformer import torch_norm
+
+    check = next(
+        line
+        for line in Path(torch_norm.__file__).read_text().splitlines()
+        if "persist_" in line and "assert" in line
+    )
+    norms = pytest.raises(UserError, match=r"Apex, or give --no-persist-layer-norm$")
+    with norms, translate_assertions():
+        config = Namespace(persist_layer_norm=True)
+        exec(compile(check.strip(), torch_norm.__file__, "exec"), {"config": config})
+    softmax = pytest.raises(UserError, match=r"Apex, or give --no-masked-softmax-fusion$")
+    with softmax, translate_missing_packages():
+        FusedScaleMaskSoftmax.get_batch_per_block(1, 1, 1, 1)
+
+
 @pytest.mark.parametrize("error", [TypeError("unexpected keyword"), KeyError("a")])
 def test_a_model_that_cannot_be_built(error):
     refused = pytest.raises(UserError, match=r"^Megatron-LM cannot build the model: .*Error: ")

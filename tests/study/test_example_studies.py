@@ -50,6 +50,14 @@ def test_arguments_and_recipes(name, monkeypatch):
         assert run not in runs[:number]
 
 
+def test_local_layers_run_without_apex():
+    studies = [read_study(ROOT / "examples" / "studies" / f"{name}.yaml") for name in STUDIES]
+    local = [one.arguments for one in studies if "--transformer-impl local" in one.arguments]
+    assert len(local) > 2
+    for arguments in local:
+        assert {"--no-persist-layer-norm", "--no-masked-softmax-fusion"} <= set(arguments.split())
+
+
 def test_methods_of_the_leaderboard_quantize_every_layer():
     """The model has 60M parameters and 100M tokens."""
     folder = ROOT / "examples" / "studies"

@@ -22,6 +22,11 @@ _DISK_FULL_TEXT = "unexpected pos"
 """Part of the message of torch's checkpoint writer in C++, which raises no OSError."""
 _NO_MEMORY_TEXT = "can't allocate memory"
 """Part of torch's message on a CPU, which is no MemoryError."""
+_WITHOUT_APEX = {
+    "persist_layer_norm": "--no-persist-layer-norm",
+    "masked_softmax_cuda": "--no-masked-softmax-fusion",
+}
+"""Arguments that local layers on a GPU need without Apex, by a part of the error's message."""
 
 
 def say_on_rank_0(line: str) -> None:
@@ -88,7 +93,14 @@ def translate_assertions() -> Iterator[None]:
         if f"{os.sep}megatron{os.sep}" not in frame.filename or not is_check:
             raise
         source = f"{Path(frame.filename).name}:{frame.lineno}"
-        raise UserError(f"Megatron-LM ({source}): {in_one_line(error)}") from error
+        raise UserError(f"Megatron-LM ({source}): {_with_way_out(error)}") from error
+
+
+def _with_way_out(error: BaseException) -> str:
+    """Return an exception in one line, with the argument to give where Apex is not installed."""
+    message = in_one_line(error)
+    flag = next((flag for part, flag in _WITHOUT_APEX.items() if part in message), None)
+    return message if flag is None else f"{message}; install Apex, or give {flag}"
 
 
 @contextmanager
@@ -99,7 +111,7 @@ def translate_missing_packages() -> Iterator[None]:
     except ImportError as error:
         if _is_ours(error):
             raise
-        raise UserError(f"a package is missing: {in_one_line(error)}") from error
+        raise UserError(f"a package is missing: {_with_way_out(error)}") from error
 
 
 @contextmanager
