@@ -4,19 +4,23 @@
     python docs/generate/evidence.py runs/nvfp4
 
 A folder has the name of its study. Its finished runs replace runs of the same name and seed in
-benchmarks/results/studies.json; without folders the page is written from that file.
+benchmarks/results/studies-h200.json; without folders the page is written from that file, and from
+studies.json, the runs of version 0.2.0. Runs of one file are not compared with the other's: their
+samples differ.
 
-Studies of one model share runs with the same command but for the seed. "At the end" is the mean of
-the last twentieth of a run, "before the decay" of its seventh and eighth tenth. Perplexity comes
-from the last validation; losses and perplexities have their standard deviation over seeds.
+Studies of one model share runs with the same command but for the seed. Runs of other numbers of
+tokens have no gap. "At the end" is the mean of the last twentieth of a run, "before the decay" of
+its seventh and eighth tenth. Perplexity comes from the last validation; losses and perplexities
+have their standard deviation over seeds.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from leaderboard import curve_of, finished_runs, shown_gap, stored_curve
+from leaderboard import curve_of, finished_runs, shown_gap, split, stored_curve
 from render import RESULTS, ROOT, parser, replace_sections
 from render import table as markdown_table
 
@@ -25,7 +29,7 @@ from megatron_lowbit.analysis.comparison_page import picture
 from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Study, jobs_of, read_study
 
-STUDIES_FILE = RESULTS / "studies.json"
+EARLIER, STUDIES_FILE = RESULTS / "studies.json", RESULTS / "studies-h200.json"
 PAGE = ROOT / "docs" / "research" / "evidence.md"
 STUDIES = ROOT / "examples" / "studies"
 
@@ -58,30 +62,41 @@ def restored(run: dict) -> LossCurve:
 
 def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:
     """Return a study's runs, with runs of other studies that have the same command."""
-    by_command: dict[tuple, list[LossCurve]] = {}
+    by_command: dict[tuple, dict[int, LossCurve]] = {}
     for other, study in studies.items():
         commands = _commands(study)
         for run in kept.get(other, []):
             if run["name"] in commands:
-                by_command.setdefault(commands[run["name"]], []).append(restored(run))
-    runs = [(run, by_command.get(key, [])) for run, key in _commands(studies[name]).items()]
-    return [Contender(run, tuple(curves)) for run, curves in runs if curves]
+                by_command.setdefault(commands[run["name"]], {})[run["seed"]] = restored(run)
+    runs = [(run, by_command.get(key, {})) for run, key in _commands(studies[name]).items()]
+    return [Contender(run, tuple(of.values()), tuple(of)) for run, of in runs if of]
+
+
+def contenders_by_section(studies: dict[str, Study]) -> dict[str, list[Contender]]:
+    """Return the runs of each section of the page, from the two files."""
+    earlier, kept = (json.loads(file.read_text()) for file in (EARLIER, STUDIES_FILE))
+    return {
+        **{f"{name}-0.2.0": contenders_of(name, studies, earlier) for name in earlier},
+        **{name: contenders_of(name, studies, kept) for name in kept},
+    }
 
 
 def _commands(study: Study) -> dict[str, tuple]:
-    """Return the command and start of each run of a study, without its seed."""
+    """Return the recipe, other arguments and start of each run of a study, without its seed."""
     jobs = jobs_of(study.model_copy(update={"seeds": [0]}), Path(), [])
-    return {job.name: (*job.command, job.start) for job in jobs}
+    return {job.name: (*map(tuple, split(job.command)), job.start) for job in jobs}
 
 
 def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     """Tabulate losses, gaps, their growth since before the decay, and validation perplexity."""
-    growth = gaps([[_growth(curve) for curve in contender.curves] for contender in contenders])
+    growths = [[_growth(curve) for curve in contender.curves] for contender in contenders]
+    growth = gaps(growths, [contender.seeds for contender in contenders])
     headings = ("", "runs", "final loss", "gap at the end", "grown since before the decay",
                 "perplexity")  # fmt: skip
     lines = []
     for row, grown in zip(rows, growth, strict=True):
-        pairs = [(row.gap, row.gap_error), grown] if row is not rows[0] else []
+        is_compared = row is not rows[0] and not math.isnan(row.gap)
+        pairs = [(row.gap, row.gap_error), grown] if is_compared else []
         lines.append([
             row.name,
             row.seeds,
@@ -92,13 +107,25 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     return markdown_table(headings, lines)
 
 
+def by_seed(contenders: Sequence[Contender]) -> str:
+    """Tabulate the relative differences of final losses to the first contender's, seed by seed."""
+    base, *others = (
+        dict(zip(one.seeds, map(final_loss, one.curves), strict=True)) for one in contenders
+    )
+    lines = [
+        [contender.name, *(f"{100 * (found[seed] / base[seed] - 1):+.3f}%" for seed in base)]
+        for contender, found in zip(contenders[1:], others, strict=True)
+    ]
+    return markdown_table(("", *(f"seed {seed}" for seed in base)), lines)
+
+
 def _spread(mean: float, deviation: float, digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if np.isnan(deviation) else f" ± {deviation:.{digits}f}")
 
 
 def _growth(curve: LossCurve) -> float:
-    tenth = len(curve.losses) // 10
-    return final_loss(curve) / float(curve.losses[6 * tenth : 8 * tenth].mean())
+    share = curve.iterations / curve.iterations[-1]
+    return final_loss(curve) / float(curve.losses[(share > 0.6) & (share <= 0.8)].mean())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,15 +142,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept[folder.name] = merge(kept.get(folder.name, []), new)
     if args.folders:
         STUDIES_FILE.write_text(json.dumps(kept) + "\n")
-    sections = {}
-    for name in kept:
-        contenders = contenders_of(name, studies, kept)
-        rows = compare(contenders)
-        file = f"evidence_{name}.png"
+    for section, contenders in contenders_by_section(studies).items():
+        file = f"evidence_{section}.png"
         (PAGE.parents[1] / "images" / file).write_bytes(picture(contenders))
-        image = f"![gaps of the study {name}](../images/{file})"
-        sections[name] = f"{table(rows, contenders)}\n\n{image}"
-    replace_sections(PAGE, sections)
+        image = f"![gaps of the study {section}](../images/{file})"
+        text = f"{table(compare(contenders), contenders)}\n\n{image}"
+        replace_sections(PAGE, {section: text})
+        if section == "healing":
+            replace_sections(PAGE, {"healing-by-seed": by_seed(contenders[1:])})
+
+
+def write(study: str, section: str, contenders: Sequence[Contender]) -> None:
+    """Write a section of the page: a table and its picture."""
+    file = f"evidence_{section}.png"
+    (PAGE.parents[1] / "images" / file).write_bytes(picture(contenders))
+    image = f"![gaps of the study {study}](../images/{file})"
+    replace_sections(PAGE, {section: f"{table(compare(contenders), contenders)}\n\n{image}"})
 
 
 if __name__ == "__main__":

@@ -72,10 +72,16 @@ def kept_of(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
 
 
 def stored_curve(curve: LossCurve) -> dict[str, Any]:
-    """Return the stored part of a curve: tokens, iterations between losses, and the losses."""
+    """Return the stored part of a curve: tokens, iterations between losses, and the losses.
+
+    A run from the checkpoint of another has the checkpoint's iteration, too.
+    """
+    every = int(curve.iterations[1] - curve.iterations[0])
+    start = int(curve.iterations[0]) - every
     return {
         "tokens": int(curve.tokens[-1]),
-        "every": int(curve.iterations[1] - curve.iterations[0]),
+        "every": every,
+        **({"start": start} if start else {}),
         "losses": [round(float(loss), 5) for loss in curve.losses],
     }
 
@@ -83,7 +89,7 @@ def stored_curve(curve: LossCurve) -> dict[str, Any]:
 def curve_of(run: dict[str, Any]) -> LossCurve:
     """Restore a stored curve, without validation and speeds."""
     losses = np.array(run["losses"])
-    iterations = run["every"] * np.arange(1, len(losses) + 1)
+    iterations = run.get("start", 0) + run["every"] * np.arange(1, len(losses) + 1)
     tokens = run["tokens"] / iterations[-1] * iterations
     nothing = np.array([])
     return LossCurve(iterations, losses, nothing, nothing, tokens, np.full(len(losses), np.nan))

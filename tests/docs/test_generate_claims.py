@@ -13,7 +13,7 @@ from typing import Any
 import claims
 import numpy as np
 import pytest
-from evidence import STUDIES_FILE
+from evidence import EARLIER
 from pages import ROOT
 from render import RESULTS
 
@@ -155,7 +155,7 @@ def figures_of_all_reduce(ranks: int) -> str:
 
 def figures_of_a_start() -> str:
     """Return the gap of SR to RHT with SR from 2% to 10% of the run."""
-    runs = json.loads(STUDIES_FILE.read_text())["mxfp4-backward"]
+    runs = json.loads(EARLIER.read_text())["mxfp4-backward"]
     losses = {(run["name"], run["seed"]): np.array(run["losses"]) for run in runs}
     gaps = []
     for seed in range(1, 5):

@@ -2,10 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
-from evidence import restored, table
+from evidence import STUDIES, by_seed, contenders_of, restored, table
+from leaderboard import curve_of, stored_curve
 
 from megatron_lowbit.analysis.comparison import Contender, compare
+from megatron_lowbit.study.definition import read_study
 
 
 @pytest.fixture
@@ -13,7 +16,7 @@ def contender():
     def build(name: str, loss: float, *validation: float) -> Contender:
         kept = {"every": 1, "tokens": 2000, "losses": [loss] * 20}
         curves = [restored(kept | {"validation_loss": one}) for one in validation]
-        return Contender(name, tuple(curves))
+        return Contender(name, tuple(curves), tuple(range(len(curves))))
 
     return build
 
@@ -26,3 +29,34 @@ def test_perplexity_is_beside_the_loss(contender):
     )
     assert first == "| BF16 | 2 | 2.0000 ± 0.0000 |  |  | 4.000 ± 1.414 |"
     assert second.startswith("| own | 1 | 2.2000 | +10.00% ") and second.endswith("| 7.000 |")
+
+
+def test_runs_of_other_lengths_have_no_gap(contender):
+    base, longer = contender("NVFP4", 2.0, 1.0), contender("MXFP4", 1.9, 1.0)
+    tokens = 1.1 * longer.curves[0].tokens
+    longer = longer._replace(curves=(longer.curves[0]._replace(tokens=tokens),))
+    *_, row = table(compare([base, longer]), [base, longer]).splitlines()
+    assert row == "| MXFP4 | 1 | 1.9000 |  |  | 2.718 |"
+
+
+def test_a_branch_keeps_its_iterations(contender):
+    """Its final loss is a share of the whole run's iterations."""
+    whole = contender("NVFP4", 2.0, 1.0).curves[0]
+    branch = whole._replace(iterations=whole.iterations + 40, tokens=50.0 * (whole.iterations + 40))
+    again = curve_of(stored_curve(branch))
+    assert np.array_equal(again.iterations, branch.iterations)
+    assert np.array_equal(again.tokens, branch.tokens)
+
+
+def test_a_run_of_two_studies_counts_once():
+    names = {"nvfp4-blocks": "last 2", "nvfp4-combinations": "last blocks in BF16"}
+    studies = {name: read_study(STUDIES / f"{name}.yaml") for name in names}
+    run = {"every": 1, "tokens": 20, "losses": [2.0] * 20, "validation_loss": 2.0}
+    kept = {study: [run | {"name": name, "seed": 3}] for study, name in names.items()}
+    assert [one.seeds for one in contenders_of("nvfp4-blocks", studies, kept)] == [(3,)]
+
+
+def test_differences_by_seed(contender):
+    base, other = contender("NVFP4", 2.0, 1.0, 1.0), contender("switched", 1.99, 1.0, 1.0)
+    head, _, row = by_seed([base, other]).splitlines()
+    assert head == "|  | seed 0 | seed 1 |" and row == "| switched | -0.500% | -0.500% |"

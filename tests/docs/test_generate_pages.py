@@ -43,9 +43,8 @@ def test_results_and_the_readme(tmp_path):
 
 
 def test_tables_of_studies():
-    kept = json.loads(evidence.STUDIES_FILE.read_text())
     studies = {file.stem: read_study(file) for file in evidence.STUDIES.glob("*.yaml")}
-    text = evidence.PAGE.read_text()
-    for name in kept:
-        contenders = evidence.contenders_of(name, studies, kept)
+    text, found = evidence.PAGE.read_text(), evidence.contenders_by_section(studies)
+    for contenders in found.values():
         assert evidence.table(compare(contenders), contenders) in text
+    assert evidence.by_seed(found["healing"][1:]) in text
