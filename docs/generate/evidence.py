@@ -107,16 +107,42 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     return markdown_table(headings, lines)
 
 
+def text_of(section: str, contenders: Sequence[Contender]) -> str:
+    """Return a section's text: of switches by seed, else a table, and a picture of runs as long."""
+    names, rows = [contender.name for contender in contenders], compare(contenders)
+    if section.startswith("healing"):
+        return by_seed(contenders[names.index("NVFP4") :])
+    image = f"![gaps of the study {section}](../images/{picture_of(section).name})"
+    as_long = not any(math.isnan(row.gap) for row in rows)
+    return "\n\n".join([table(rows, contenders), *([image] if as_long else [])])
+
+
+def picture_of(section: str) -> Path:
+    """Return the file of a section's picture."""
+    return PAGE.parents[1] / "images" / f"evidence_{section}.png"
+
+
 def by_seed(contenders: Sequence[Contender]) -> str:
-    """Tabulate the relative differences of final losses to the first contender's, seed by seed."""
-    base, *others = (
-        dict(zip(one.seeds, map(final_loss, one.curves), strict=True)) for one in contenders
-    )
+    """Tabulate the relative differences of final losses to the first contender's, seed by seed.
+
+    The last columns have their mean, and the mean of the last validation's, with standard errors.
+    """
+    common = set.intersection(*(set(contender.seeds) for contender in contenders))
+    seeds = sorted(common)
+    values = np.array([
+        [(final_loss(curves[seed]), curves[seed].validation_losses[-1]) for seed in seeds]
+        for curves in (dict(zip(one.seeds, one.curves, strict=True)) for one in contenders)
+    ])  # fmt: skip
+    shares = values[1:] / values[0] - 1
+    errors = shares.std(axis=1, ddof=1) / math.sqrt(len(seeds))
     lines = [
-        [contender.name, *(f"{100 * (found[seed] / base[seed] - 1):+.3f}%" for seed in base)]
-        for contender, found in zip(contenders[1:], others, strict=True)
-    ]
-    return markdown_table(("", *(f"seed {seed}" for seed in base)), lines)
+        [one.name, *(f"{100 * share:+.3f}%" for share in of[:, 0]),
+         *(f"{100 * mean:+.3f}% ± {100 * error:.3f}"
+           for mean, error in zip(of.mean(axis=0), error_of, strict=True))]
+        for one, of, error_of in zip(contenders[1:], shares, errors, strict=True)
+    ]  # fmt: skip
+    headings = ("", *(f"seed {seed}" for seed in seeds), "mean", "validation")
+    return markdown_table(headings, lines)
 
 
 def _spread(mean: float, deviation: float, digits: int) -> str:
@@ -142,22 +168,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept[folder.name] = merge(kept.get(folder.name, []), new)
     if args.folders:
         STUDIES_FILE.write_text(json.dumps(kept) + "\n")
-    for section, contenders in contenders_by_section(studies).items():
-        file = f"evidence_{section}.png"
-        (PAGE.parents[1] / "images" / file).write_bytes(picture(contenders))
-        image = f"![gaps of the study {section}](../images/{file})"
-        text = f"{table(compare(contenders), contenders)}\n\n{image}"
-        replace_sections(PAGE, {section: text})
-        if section == "healing":
-            replace_sections(PAGE, {"healing-by-seed": by_seed(contenders[1:])})
-
-
-def write(study: str, section: str, contenders: Sequence[Contender]) -> None:
-    """Write a section of the page: a table and its picture."""
-    file = f"evidence_{section}.png"
-    (PAGE.parents[1] / "images" / file).write_bytes(picture(contenders))
-    image = f"![gaps of the study {study}](../images/{file})"
-    replace_sections(PAGE, {section: f"{table(compare(contenders), contenders)}\n\n{image}"})
+    sections = contenders_by_section(studies)
+    texts = {name: text_of(name, found) for name, found in sections.items()}
+    for name, found in sections.items():
+        if picture_of(name).name in texts[name]:
+            picture_of(name).write_bytes(picture(found))
+    replace_sections(PAGE, texts)
 
 
 if __name__ == "__main__":

@@ -227,7 +227,8 @@ def gap_curves(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> l
     """Compute the gap of each name over training; the first is the baseline.
 
     As for a final loss, a seed's loss at an iteration is the mean over as many logged iterations,
-    those that end there: the curve of a whole run ends at the gap of its row.
+    those that end there: the curve of a whole run ends at the gap of its row. A run from the
+    checkpoint of another begins once it has as many.
     """
     baseline = contenders[0].curves
     iterations = reduce(np.intersect1d, (curve.iterations for curve in baseline))
@@ -240,7 +241,10 @@ def gap_curves(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> l
 
 def _losses_at(iterations: np.ndarray, curve: LossCurve, share: float) -> np.ndarray:
     """Return averaged losses at these iterations, NaN at those that a run has not logged."""
-    means = recent_means(curve.losses, _final_count(curve, share))
+    count = _final_count(curve, share)
+    means = recent_means(curve.losses, count)
+    if curve.iterations[0] > iterations[0]:
+        means[: count - 1] = np.nan
     losses = np.full(len(iterations), np.nan)
     _, here, there = np.intersect1d(iterations, curve.iterations, return_indices=True)
     losses[here] = means[there]

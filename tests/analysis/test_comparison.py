@@ -180,7 +180,7 @@ def test_gap_curves_end_at_the_gaps_of_the_table(write_run):
 
 
 def test_a_run_that_began_from_anothers_checkpoint(write_run):
-    """Its final loss covers the same iterations as a whole run's."""
+    """Its final loss and its curve are of the same iterations as a whole run's."""
     full = write_run("whole", 1.5)
     lines = (full / "metrics.jsonl").read_text().splitlines(keepends=True)
     begun = full.with_name("begun.jsonl")
@@ -188,6 +188,8 @@ def test_a_run_that_began_from_anothers_checkpoint(write_run):
     first, second = read_contenders([("whole", full), ("begun", begun)])
     assert len(second.curves[0].losses) == len(first.curves[0].losses) - 160
     assert final_loss(second.curves[0]) == final_loss(first.curves[0])
+    _, curve = gap_curves([first, second])
+    assert np.isnan(curve.gap[:169]).all() and np.all(curve.gap[169:] == 0)
 
 
 def test_a_run_is_no_second_seed_of_its_own(write_run):
