@@ -36,6 +36,8 @@ _REFUSED = {
     "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; omit it",
     "--logits-load-dir": "training does not read a teacher's logits; give --distill-from",
     "--rl-profile": "its profiler is not in Megatron-LM's package; omit it",
+    "--apply-residual-connection-post-layernorm": "no layer of Megatron-LM reads it; omit it",
+    "--trust-remote-code": "no code of a tokenizer's folder is run; omit it",
 }
 """Arguments that no run supports, and why."""
 _NEEDED = {

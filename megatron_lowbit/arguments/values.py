@@ -201,9 +201,11 @@ def check_folders(args: Namespace) -> None:
     is_last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
     for flag in _OUTPUT_FOLDERS:
         folder = getattr(args, flag[2:].replace("-", "_"))
+        require(folder != "", f"{flag}: the name of the folder is empty")
         if folder is not None and (is_last or flag not in _LOGS):
             check_folder(flag, folder)
     if args.load is not None:
+        require(args.load != "", "--load: the name of the folder is empty")
         try:
             is_folder = stat.S_ISDIR(os.stat(args.load).st_mode)
         except FileNotFoundError:

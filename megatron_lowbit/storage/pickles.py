@@ -47,6 +47,7 @@ _CLASSES: tuple[Any, ...] = (
     planner.BytesIOWriteData, torch.serialization._get_layout,
 )  # fmt: skip
 _KNOWN = {(known.__module__, known.__qualname__): known for known in _CLASSES}
+_ABSENT = object()
 _KNOWN |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): _SavedPath}
 
 
@@ -57,6 +58,28 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+@contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """Raise UnpicklingError where a pickle has set an attribute of a class, and restore it."""
+    known = [each for each in _KNOWN.values() if hasattr(each, "__dict__")]
+    before = [dict(vars(each)) for each in known]
+    changed = []
+    try:
+        yield
+    finally:
+        for each, attributes in zip(known, before, strict=True):
+            now = dict(vars(each))
+            for name in {**now, **attributes}:
+                if now.get(name, _ABSENT) is not attributes.get(name, _ABSENT):
+                    changed.append(f"{each.__name__}.{name}")
+                    if name in attributes:
+                        setattr(each, name, attributes[name])
+                    else:
+                        delattr(each, name)
+    if changed:
+        raise pickle.UnpicklingError(f"it sets {', '.join(changed)}")
 
 
 def load_restricted(name: Path | str, source: Path | BinaryIO, mmap: bool = False) -> Any:
@@ -91,7 +114,7 @@ def _read_metadata(reader: FileSystemReader, *_: Any, **settings: Any) -> Metada
     name = ".metadata" if rank is None else f"__{rank}.metadata"
     path = reader.fs.concat_path(reader.path, name)
     try:
-        with reader.fs.create_stream(path, "rb") as file:
+        with reader.fs.create_stream(path, "rb") as file, _unchanged_classes():
             metadata = _MetadataUnpickler(file).load()
         check_metadata(metadata, str(path))
     except UserError:

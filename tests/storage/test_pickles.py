@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowbit.errors import UserError
@@ -54,6 +55,20 @@ def forced(request, monkeypatch):
 
 def check_objects(path: Path) -> None:
     list(read_objects(path))
+
+
+def test_a_pickle_that_changes_a_class_is_refused_and_changes_none(checkpoint):
+    """BUILD with the state of slots sets attributes of whatever is on the stack."""
+    file = checkpoint / ".metadata"
+    content, constructor = file.read_bytes(), _StorageInfo.__init__
+    sets = (
+        b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n"
+        b"N}X\x08\0\0\0__init__ctorch\nSize\ns\x86b0"
+    )
+    file.write_bytes(content[:2] + sets + content[2:])
+    with pytest.raises(UserError, match=r"refused: .*it sets _StorageInfo.__init__"):
+        check_lengths(checkpoint)
+    assert _StorageInfo.__init__ is constructor
 
 
 @pytest.mark.usefixtures("forced")
