@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lowbit.errors import UserError, require, requiring
+from megatron_lowbit.errors import UserError, require, requiring, say
 from megatron_lowbit.json_files import Entries, read_object
 
 _CHECKED_TOKENS = 1 << 24
@@ -171,15 +171,19 @@ def check_part(
 
 
 def check_dataset(
-    prefix: str, vocab_size: int, tokenizer_model: str | None, rows: int | None = None
+    prefix: str,
+    vocab_size: int,
+    tokenizer_model: str | None,
+    rows: int | None = None,
+    eod: int | None = None,
 ) -> None:
     """Raise UserError unless PREFIX.bin and PREFIX.idx are whole and fit tokenizer and model.
 
     The token ids must be below ``vocab_size``, the tokenizer's without padding, and ``rows``, the
     embedding's; None for a model with as many as needed. Checked are the largest id that a sidecar
-    PREFIX.json records, whose tokenizer and digest of the data must fit, too, and the first 16M
-    ids; ``forward_step`` checks the ids of every batch. ``tokenizer_model`` is the folder with
-    tokenizer.json; None for other tokenizers.
+    PREFIX.json records, whose tokenizer, end of document and digests must fit, too, and the first
+    16M ids; ``forward_step`` checks the ids of every batch. ``tokenizer_model`` is the folder with
+    tokenizer.json; None for other tokenizers. ``eod`` is the tokenizer's end of document.
     """
     index, check = read_index(prefix), requiring(f"--data-path {prefix}")
     data = f"{prefix}.bin"
@@ -188,7 +192,7 @@ def check_dataset(
     check(np.issubdtype(index.dtype, np.integer), f"holds {index.dtype}, not token ids")
     recorded = 0
     if Path(f"{prefix}.json").is_file():
-        recorded = _check_sidecar(prefix, vocab_size, tokenizer_model)
+        recorded = _check_sidecar(prefix, vocab_size, tokenizer_model, eod)
     tokens = np.memmap(data, index.dtype, "r")[:_CHECKED_TOKENS]
     smallest, largest = int(tokens.min()), max(int(tokens.max()), recorded)
     check(
@@ -207,18 +211,32 @@ def beyond_rows(largest: int, rows: int) -> str:
     )
 
 
-def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) -> int:
+def _check_sidecar(
+    prefix: str, vocab_size: int, tokenizer_model: str | None, eod: int | None
+) -> int:
     """Return the largest token id that the sidecar records; 0 for one of an older version."""
     path, data = Path(f"{prefix}.json"), Path(f"{prefix}.bin")
     sidecar = read_object(path)
     entries = Entries(sidecar, f"--data-path {prefix}: {path}")
     made_with, made_size = sidecar.get("tokenizer_sha256"), entries.integer("vocab_size")
+    digests = {data: entries.string("data_sha256")}
+    if "index_sha256" in sidecar:  # not in those of an older version
+        digests[Path(f"{prefix}.idx")] = entries.string("index_sha256")
+    for file, digest in digests.items():
+        require(
+            digest == data_digest(file),
+            f"--data-path {prefix}: {file} is not the data that {path} describes; {_AGAIN}",
+        )
+    ends = entries.integer("eod", eod, minimum=0) if eod is not None else eod
     require(
-        entries.string("data_sha256") == data_digest(data),
-        f"--data-path {prefix}: {data} is not the data that {path} describes; {_AGAIN}",
+        ends == eod,
+        f"--data-path {prefix}: made with the end of document {ends}, but --tokenizer-model has "
+        f"{eod}; give that tokenizer_config.json or {_AGAIN}",
     )
     file = Path(tokenizer_model or "", "tokenizer.json")
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    if made_with and tokenizer_model and not sha256:
+        say(f"--data-path {prefix}: not compared with the tokenizer, which has no {file.name}")
     require(
         made_with == sha256 if made_with and sha256 else made_size <= vocab_size,
         f"--data-path {prefix}: made with the tokenizer of sha256 {str(made_with)[:12]} and "

@@ -360,6 +360,8 @@ def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) ->
         "tokens": summary.tokens,
         "largest_id": summary.largest_id,
         _DIGEST: data_digest(path.with_suffix(".bin")),
+        "index_sha256": data_digest(path.with_suffix(".idx")),
+        "eod": tokenizer.eod,
     }
     replace_text(path, json.dumps(content, indent=2) + "\n")
 

@@ -132,8 +132,9 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
             and cache_folder(prefixes, root, lambda path: data_digest(Path(path)).encode()),
             "files": files,
         }
+    eod = tokenizer.eod if args.tokenizer_model else None
     for prefix in prefixes:
-        check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model, rows)
+        check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model, rows, eod)
     settings = {
         "tokenizer": tokenizer,
         "path_to_cache": cache_folder(prefixes, args.data_cache_path) if prefixes else None,

@@ -102,6 +102,27 @@ def test_the_sidecar_names_the_tokenizer(write_dataset, tmp_path):
         check(prefix, 269)
 
 
+def test_the_sidecar_records_the_borders_and_ends_of_documents(prefix, write_dataset, tmp_path):
+    """The other index is of as many tokens."""
+    index = Path(f"{prefix}.idx")
+    write_sidecar(prefix, vocab_size=990, index_sha256=data_digest(index), eod=7)
+    check_dataset(prefix, 990, None, eod=7)
+    with pytest.raises(UserError, match="end of document 7, but --tokenizer-model has 8; give"):
+        check_dataset(prefix, 990, None, eod=8)
+    tokens = Path(f"{prefix}.bin").stat().st_size // 2
+    other = write_dataset(tmp_path / "other", (tokens - 10, 10))
+    index.write_bytes(Path(f"{other}.idx").read_bytes())
+    with pytest.raises(UserError, match=f"{index} is not the data that .*json describes"):
+        check_dataset(prefix, 990, None, eod=7)
+
+
+def test_a_tokenizer_that_cannot_be_compared_is_named(prefix, tmp_path, capsys):
+    write_sidecar(prefix, tokenizer_sha256="0" * 64, vocab_size=990)
+    check_dataset(prefix, 990, str(tmp_path))
+    line = f"--data-path {prefix}: not compared with the tokenizer, which has no tokenizer.json\n"
+    assert capsys.readouterr().out == line
+
+
 def test_token_ids_without_a_row_in_the_model(prefix):
     check_dataset(prefix, VOCABULARY, None, 990)
     message = "has token ids up to 989, but the model's embedding has 989 rows; --padded-vocab-size"

@@ -102,6 +102,8 @@ def test_each_line_is_a_document(preprocess, json_lines, tokenizer, capsys):
         "tokens": tokens,
         "largest_id": max(map(max, expected)),
         "data_sha256": data_digest(Path(prefix + ".bin")),
+        "index_sha256": data_digest(Path(prefix + ".idx")),
+        "eod": tokenizer.eod,
     }
     ratio = sum(len(text.encode()) for text in TEXTS) / tokens
     line = f"{prefix}: 150 documents, {tokens:,} tokens, {ratio:.2f} bytes per token\n"
