@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def test_a_disk_that_fills_up(error):
     ended = pytest.raises(TrainingError, match=r"^--save runs/mine: cannot be written to")
     with ended, translate_machine_limits(ARGS):
         raise error
+
+
+@pytest.mark.parametrize(("free", "expected"), [(2**20, TrainingError), (2**30, RuntimeError)])
+def test_a_writers_process_that_fails_on_a_full_disk(monkeypatch, free, expected):
+    """Megatron-LM's error says nothing of the disk."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=free))
+    with pytest.raises(expected), translate_machine_limits(ARGS):
+        raise RuntimeError("Worker failure: An error is caught while starting worker 0, error: ")
 
 
 def test_memory_that_does_not_suffice():
