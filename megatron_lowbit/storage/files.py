@@ -39,6 +39,11 @@ _DIGITS = 18
 _UNFINISHED = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp", re.A)
 """Files that torch writes before ``.metadata``, without which they cannot be read."""
 
+_OF_CHECKPOINTS = re.compile(
+    rf"{_UNFINISHED.pattern}|\.metadata|.*\.pt|.*\.json|mp_rank_\d+.*|\.write_in_progress.*", re.A
+)
+"""Entries of a checkpoint's folder in any format of Megatron-LM."""
+
 Checksums = dict[str, dict[str, Any]]
 """{"bytes", "blake2b"} by the name of a checkpoint's file."""
 
@@ -331,6 +336,19 @@ def delete_unfinished(directory: Path) -> None:
         if all(_UNFINISHED.fullmatch(entry.name) for entry in path.iterdir()):
             remove(path)
             say(f"{path}: deleted, since a killed run did not finish it")
+
+
+def check_foreign(directory: Path) -> None:
+    """Raise UserError where a folder of DIR has a checkpoint's name, but another program's files.
+
+    A save of that iteration would delete them.
+    """
+    for number in iterations(directory):
+        path = iteration_directory(directory, number)
+        names = [entry.name for entry in sorted(path.iterdir())]
+        is_own = not names or any(map(_OF_CHECKPOINTS.fullmatch, names))
+        shown = ", ".join(names)[:60]
+        require(is_own, f"{path}: has no file of a checkpoint, but {shown}; move it")
 
 
 def _hidden(directory: Path, ending: str) -> list[Path]:

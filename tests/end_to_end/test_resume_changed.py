@@ -1,5 +1,6 @@
 """Runs that resume with another recipe, other data or another learning rate."""
 
+import dataclasses
 import re
 import shutil
 from argparse import Namespace
@@ -16,9 +17,17 @@ from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.common_state import read_common_state
-from megatron_lowbit.megatron.run.records import OF_THE_MODEL, check_loaded
+from megatron_lowbit.megatron.run.records import (
+    OF_THE_MODEL,
+    _digest_of_tokenizer,
+    check_loaded,
+)
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.record import recipe_from, record_of
+
+# isort: split
+from megatron.core.transformer import MLATransformerConfig
+
 from tests.marks import others_slow
 
 SAVED = 1
@@ -29,6 +38,14 @@ SAMPLES = {
     "split": ("--split", "50,50,0"),
     "seq_length": ("--seq-length", 128),
     "pad_documents_to_multiple_of": ("--pad-documents-to-multiple-of", 4),
+    "sft": ("--sft", True),
+    "dataloader_type": ("--dataloader-type", "cyclic"),
+    "fim_data": ("--fim-data", True),
+    "fim_rate": ("--fim-rate", 0.25),
+    "fim_spm_rate": ("--fim-spm-rate", 0.25),
+    "fim_split_sample": ("--fim-split-sample", 7),
+    "fim_fragment_rate": ("--fim-fragment-rate", 0.25),
+    "fim_no_prefix": ("--fim-no-prefix", "secret"),
 }
 """Arguments that choose samples of the same data sets, and other values of them."""
 RUN = ("--num-layers", 1, *ONE_MICROBATCH)
@@ -128,6 +145,32 @@ def test_weights_of_a_model_that_computes_something_else_are_refused(resumed, na
     refused_but_for("model", resumed, name, OF_THE_MODEL[name], "other")
 
 
+SHAPES = re.compile(
+    "hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|kv_channels|.*_head_dim|v_head_dim"
+    "|.*_lora_rank|moe_ffn_hidden_size|linear_(conv|key|value|num)_.*|dsa_indexer_n_heads|mamba_.*"
+    "|is_hybrid_model|mtp_hybrid_.*"
+)
+"""Fields of a configuration that tensors of another shape, or Megatron-LM's own check, tell."""
+SAME_MODEL = re.compile(
+    ".*(parallel|fusion|fused|recompute|offload|overlap|dispatch|hybridep|deepep|ncclep|grouped|kitchen"
+    "|init|_loss|account_for_|dropout|bf16|fp16|backend|dtype|fp8|fp4|fp32|cuda_graph|comm_|padding|prefill).*"
+    "|inference_.*|moe_paged.*|qk_clip.*|log_.*|.*_logging|flash_.*|use_.*|mtp_(standalone|detach_heads)"
+    "|moe_router_(load_balancing_type|bias_update_rate|quantile_.*|force_.*)|moe_enable_routing_replay"
+    "|moe_input_jitter_eps|moe_pad_.*|moe_expert_rank_.*|max_seqlen_.*|deterministic_mode|delay_wgrad.*"
+    "|wgrad_deferral.*|defer_.*|microbatch_group_.*|barrier_.*|test_mode|apply_.*|distribute_.*"
+    "|high_priority_.*|cp_comm_type|clone_scatter.*|config_logger_dir|batch_invariant_mode"
+    "|symmetric_ar_type|mlp_chunks_.*|transformer_impl|cache_mla_latents|mamba_.*"
+)
+"""Fields that change the way to the same numbers, their rounding, the loss or the optimizer."""
+
+
+def test_every_field_of_a_configuration_is_compared_or_known_to_change_no_model():
+    arguments = {action.dest for action in front_parser()._actions}
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)} & arguments
+    known = {name for name in fields if SHAPES.fullmatch(name) or SAME_MODEL.fullmatch(name)}
+    assert len(fields) > 200 and fields - known - {*OF_THE_MODEL} == set()
+
+
 def test_errors_name_the_arguments_of_samples_and_models():
     line = CommandLine(front_parser(), [])
     flags = {name: flag for name, (flag, _) in SAMPLES.items() if name != "blend_record"}
@@ -162,8 +205,7 @@ def test_a_run_that_does_not_resume_training_may_differ(resumed, start, name):
 
 
 def test_an_older_checkpoint_is_loaded_and_said(resumed, start, capsys, monkeypatch):
-    found = "megatron_lowbit.megatron.run.records.read_common_state"
-    monkeypatch.setattr(found, lambda path: {"args": Namespace()})
+    monkeypatch.setattr("megatron_lowbit.megatron.run.records.saved_args", lambda _: Namespace())
     check_loaded(resumed)
     expected = f"{start}: records no recipe and data to compare with this run's\n"
     assert capsys.readouterr().out == expected
@@ -190,6 +232,30 @@ def test_edited_data_and_recipes_are_noticed(start, pretrain_here, corpus, folde
     changed = ("--data-path", prefix, "--resume-changed", "data")
     done(run("--load", save, "--save", save, *same, *changed))
     assert [step["iteration"] for step in metrics(save)] == [2]
+
+
+def test_a_checkpoint_of_format_torch_is_compared_too(pretrain_here, tmp_path):
+    run = partial(pretrain_here, *RUN, "--ckpt-format", "torch", "--save", tmp_path)
+    done(run("--train-iters", 1))
+    error = refused(run("--train-iters", 2, "--load", tmp_path, "--seed", 77))
+    assert "other data: this one has --seed 77 instead of 1234; --resume-changed data" in error
+    error = refused(run("--train-iters", 2, "--load", tmp_path, "--rotary-base", 500))
+    assert "another model: this one has --rotary-base 500 instead of 10000;" in error
+
+
+@pytest.mark.parametrize("change", ["tokenizer", "template", "format"])
+def test_conversations_are_other_data_with_another_tokenizer_or_template(tmp_path, change):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    args = Namespace(
+        tokenizer_model=str(tmp_path), chat_template="a", sft_tokenizer_prompt_format="default"
+    )
+    before = _digest_of_tokenizer(args)
+    assert _digest_of_tokenizer(args) == before
+    if change == "tokenizer":
+        (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    args.chat_template = "b" if change == "template" else "a"
+    args.sft_tokenizer_prompt_format = "nemotron" if change == "format" else "default"
+    assert _digest_of_tokenizer(args) != before
 
 
 OPTIMIZERS = {

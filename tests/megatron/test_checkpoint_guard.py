@@ -187,6 +187,15 @@ def test_an_empty_tracker_names_no_checkpoint_of_an_earlier_run(saved, save):
     assert choose(saved)[0] == 2
 
 
+def test_a_missing_tracker_is_restored(saved, capsys):
+    """Megatron-LM would begin a new run, and replace the checkpoints."""
+    tracker = saved / files.TRACKER
+    tracker.unlink()
+    assert choose(saved) == (3, None)
+    assert named(saved) == "3"
+    assert capsys.readouterr().out == f"{tracker}: missing; restored to 3\n"
+
+
 def test_an_empty_tracker_of_nothing_complete(tmp_path):
     (tmp_path / files.TRACKER).write_text("\n")
     assert "'' is not an iteration" in refusal(tmp_path)
@@ -625,6 +634,17 @@ def test_a_start_deletes_what_a_killed_run_did_not_finish(saved):
     take(saved)
     assert files.iterations(saved) == [1, 2, 3]
     assert files.iterations(saved / "non_persistent") == []
+
+
+def test_a_folder_of_another_program_is_not_replaced(saved):
+    notes = saved / "iter_0000009" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(
+        UserError, match=r"09: has no file of a checkpoint, but notes\.txt; move it"
+    ):
+        take(saved)
+    assert notes.read_text() == "mine"
 
 
 def test_an_empty_tracker_names_the_newest_and_not_the_one_changed_last(saved):

@@ -81,6 +81,7 @@ class CheckpointGuard:
                         require(not path.is_symlink(), f"{path}: a link is not written; delete it")
                     files.settle_replaced(folder)
                     files.delete_unfinished(folder)
+                    files.check_foreign(folder)
                 recorder = Recorder(directory, self._args.save_keep_last)
                 self._recorder = self._opened.enter_context(closing(recorder))
 

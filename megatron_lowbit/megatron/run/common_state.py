@@ -1,10 +1,11 @@
-"""Common state of a torch_dist checkpoint of Megatron-LM: what is not a tensor, as a dictionary.
+"""Common state of a checkpoint of Megatron-LM: what is not a tensor, as a dictionary.
 
 Its keys are ``args`` (the run's arguments), ``iteration``, ``checkpoint_version``,
 ``content_metadata``, and states of scheduler and optimizer.
 """
 
 import io
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,37 @@ import megatron.core  # noqa: F401  it tells torch which of its classes are safe
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.storage.checkpoint_content import check_common_state
-from megatron_lowbit.storage.pickles import COMMON, Reader, load_restricted, the_only
+from megatron_lowbit.storage.pickles import (
+    COMMON,
+    Reader,
+    load_restricted,
+    read_objects,
+    the_only,
+)
 
 KEY = COMMON
 LEGACY = "common.pt"
+_OF_A_RANK = "model_optim_rng.pt"
 
 
-def has_common_state(path: Path) -> bool:
-    """Return True for a checkpoint whose format has a common state."""
+def saved_args(path: Path) -> Namespace | None:
+    """Return the arguments of the run that saved a checkpoint of any format; None without them."""
+    found: Namespace | None
+    if (path / LEGACY).is_file() or _has_object(path, KEY):
+        found = read_common_state(path).get("args")
+    elif _has_object(path, "args"):  # in the format fsdp_dtensor
+        found = read_object(path, "args")
+        check_common_state({"args": found}, str(path))
+    else:  # In the format torch, the files of all ranks have the same.
+        states = (state for file, _, state in read_objects(path) if file.name == _OF_A_RANK)
+        found = next(states, {}).get("args")
+    return found
+
+
+def _has_object(path: Path, key: str) -> bool:
     if not (path / ".metadata").is_file():
         return False
-    if (path / LEGACY).is_file():
-        return True
-    return MetadataIndex(KEY) in Reader(path).read_metadata().storage_data
+    return MetadataIndex(key) in Reader(path).read_metadata().storage_data
 
 
 def read_common_state(path: Path) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _candidates(args: Namespace, directory: Path) -> list[_Candidate]:
 
 
 def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
-    _restore_empty_tracker(directory)
+    _restore_tracker(directory)
     first = None
     try:
         first = persistent(args, directory)
@@ -155,18 +155,20 @@ def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
     return [(step, checkpoint) for step, checkpoint in loaded if checkpoint is not None]
 
 
-def _restore_empty_tracker(directory: Path) -> None:
-    """Write the last complete iteration to a tracker file that a killed save left empty.
+def _restore_tracker(directory: Path) -> None:
+    """Write the last complete iteration to a tracker file that is empty or missing.
 
-    Megatron-LM truncates the file before it writes the new iteration.
+    Megatron-LM truncates the file before it writes the new iteration, and begins a new run in a
+    folder without it, whose checkpoints it replaces.
     """
     tracker = directory / files.TRACKER
-    if not tracker.is_file() or tracker.read_text(errors="replace").strip():
+    if tracker.is_file() and tracker.read_text(errors="replace").strip():
         return
     last = files.last_saved(directory)
     if last is not None:
+        found = "empty after a killed save" if tracker.is_file() else "missing"
         files.write_tracker(directory, last)
-        say_on_rank_0(f"{tracker}: empty after a killed save; restored to {last}")
+        say_on_rank_0(f"{tracker}: {found}; restored to {last}")
 
 
 def verify_checkpoint(path: Path) -> None:

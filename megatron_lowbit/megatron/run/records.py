@@ -5,6 +5,7 @@ digests of the data sets by prefix, since a path does not tell that a file has c
 ``blend_record``, their weights. Arguments that choose the samples count as data.
 """
 
+import hashlib
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.datasets import data_blends
-from megatron_lowbit.megatron.run.common_state import has_common_state, read_common_state
+from megatron_lowbit.megatron.run.common_state import saved_args
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_anew
 from megatron_lowbit.recipes import record as recipe_records
@@ -26,11 +27,16 @@ RECIPE, DATA, BLEND = "recipe_record", "data_record", "blend_record"
 """Names of the records among a run's arguments."""
 _OF_SAMPLES = {
     BLEND: "--data-path", "seed": "--seed", "split": "--split", "seq_length": "--seq-length",
-    "pad_documents_to_multiple_of": "--pad-documents-to-multiple-of",
+    "pad_documents_to_multiple_of": "--pad-documents-to-multiple-of", "sft": "--sft",
+    "dataloader_type": "--dataloader-type", "fim_data": "--fim-data", "fim_rate": "--fim-rate",
+    "fim_spm_rate": "--fim-spm-rate", "fim_split_sample": "--fim-split-sample",
+    "fim_fragment_rate": "--fim-fragment-rate", "fim_no_prefix": "--fim-no-prefix",
 }  # fmt: skip
 """Arguments that decide which samples of the same data sets come next, by their attributes."""
 OF_THE_MODEL = {
-    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_epsilon": "--norm-epsilon", "add_bias_linear": "--disable-bias-linear",
+    "dsa_indexer_scoring_relu": "--no-dsa-indexer-scoring-relu",
+    "dsa_indexer_rotate_activation": "--no-dsa-indexer-rotate-activation",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
 } | {
     name: f"--{name.replace('_', '-')}"
@@ -42,9 +48,25 @@ OF_THE_MODEL = {
         "rope_type", "mscale", "mscale_all_dim", "use_mup", "mup_embedding_mult", "mup_output_mult",
         "mup_attn_scale_power", "residual_multiplier", "moe_router_topk",
         "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+        "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
+        "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_apply_probs_on_input",
+        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
+        "num_layers", "normalization", "sandwich_norm", "qk_layernorm", "qk_l2_norm",
+        "add_qkv_bias", "attention_output_gate", "untie_embeddings_and_output_weights",
+        "softmax_type", "no_rope_freq", "openai_gelu", "window_attn_skip_freq", "mtp_num_layers",
+        "mtp_use_repeated_layer", "mup_base_hidden_size", "mup_width_mult", "linear_attention_freq",
+        "experimental_attention_variant", "dsa_indexer_topk", "dsa_indexer_topk_freq",
+        "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved",
+        "dsa_indexer_k_norm_epsilon", "multi_latent_attention", "moe_latent_size",
+        "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
+        "mup_base_head_dim", "mrope_section",
     )
 }  # fmt: skip
-"""Arguments that change what a model computes and no shape of a tensor, by their attributes."""
+"""Arguments that change what a model computes, by their attributes.
+
+Another shape, or a tensor that the checkpoint lacks, ends in an error of Megatron-LM. A tensor that
+only the checkpoint has does not, so the arguments that create one are here, too.
+"""
 _OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
 _SHOWN = 12
 """Digits of a digest in messages."""
@@ -78,10 +100,23 @@ def record_data(args: Namespace) -> None:
             blends = data_blends(args)
             digests = {prefix: dataset_digest(prefix) for names, _ in blends for prefix in names}
             known = {prefix: sha256 for prefix, sha256 in digests.items() if sha256 is not None}
+            if args.sft:
+                known[str(args.tokenizer_model)] = _digest_of_tokenizer(args)
             record = [known, "; ".join(_text(*blend, known) for blend in blends)]
     dist.broadcast_object_list(record, src=0)
     setattr(args, DATA, record[0])
     setattr(args, BLEND, record[1])
+
+
+def _digest_of_tokenizer(args: Namespace) -> str:
+    """Return a SHA-256 of what turns conversations into tokens while the run trains."""
+    digest = hashlib.sha256(f"{args.chat_template} {args.sft_tokenizer_prompt_format}".encode())
+    model = Path(args.tokenizer_model or "")
+    files = sorted(model.iterdir()) if model.is_dir() else [model] if model.is_file() else []
+    for file in files:
+        if file.is_file():
+            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
+    return digest.hexdigest()
 
 
 def _text(prefixes: Sequence[str], weights: Sequence[float] | None, digests: Digests) -> str:
@@ -120,7 +155,7 @@ def check_loaded(args: Namespace) -> None:
 
 def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[tuple[str, str]]:
     """Yield the kind of each difference, with the part of a line that says how."""
-    saved = read_common_state(checkpoint).get("args") if has_common_state(checkpoint) else None
+    saved = saved_args(checkpoint)
     if changed := changes(args, saved, OF_THE_MODEL):
         yield "model", changed
     if not resumes:
