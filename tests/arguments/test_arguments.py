@@ -397,6 +397,9 @@ def test_masks_that_layers_ignore_are_refused(layers, obstacle):
         ("--eval-precision recipe --precision-recipe bf16", None),
         ("--quantization-engine reference", "--quantization-engine reference: without effect"),
         ("--first-last-layers-bf16", "--first-last-layers-bf16: without effect"),
+        ("--moe-router-topk 4", "--moe-router-topk: without effect, the model has no experts"),
+        ("--num-experts 4 --moe-router-topk 4", None),
+        ("--num-experts 4 --moe-router-bias-update-rate 0.5", "update-rate: without effect, no ex"),
     ],
 )
 def test_arguments_without_effect_are_printed(line, shown, capsys):

@@ -101,7 +101,8 @@ def record_data(args: Namespace) -> None:
             digests = {prefix: dataset_digest(prefix) for names, _ in blends for prefix in names}
             known = {prefix: sha256 for prefix, sha256 in digests.items() if sha256 is not None}
             if args.sft:
-                known[str(args.tokenizer_model)] = _digest_of_tokenizer(args)
+                name = f"tokenizer and template of {args.tokenizer_model}"
+                known[name] = _digest_of_tokenizer(args)
             record = [known, "; ".join(_text(*blend, known) for blend in blends)]
     dist.broadcast_object_list(record, src=0)
     setattr(args, DATA, record[0])
