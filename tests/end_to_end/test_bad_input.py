@@ -146,9 +146,8 @@ def test_a_checkpoint_of_another_shape_is_refused(pretrain_here, tmp_path):
     save = tmp_path / "run"
     done(pretrain_here("--train-iters", 1, "--save", save))
     before = sorted(path.name for path in save.iterdir())
-    error = refused(
-        pretrain_here("--train-iters", 2, "--load", save, "--save", save, "--num-layers", 2)
-    )
+    other = ("--load", save, "--save", save, "--ffn-hidden-size", 96)
+    error = refused(pretrain_here("--train-iters", 2, *other))
     assert f"--load {save}" in error and "shape mismatch" in error
     assert sorted(path.name for path in save.iterdir()) == before
     assert steps(save).keys() == {1}
