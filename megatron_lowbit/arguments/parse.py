@@ -182,6 +182,8 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
         idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
         lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
     idle = sorted(name for name in words.destinations() if name.startswith("moe_"))
+    if args.use_checkpoint_args:
+        idle = []  # a checkpoint may have experts
     if idle and args.num_experts is None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         lines.append(f"{flags}: without effect, the model has no experts")

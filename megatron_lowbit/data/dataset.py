@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lowbit.errors import UserError, require, requiring, say
+from megatron_lowbit.errors import UserError, require, requiring
 from megatron_lowbit.json_files import Entries, read_object
 
 _CHECKED_TOKENS = 1 << 24
@@ -235,8 +235,6 @@ def _check_sidecar(
     )
     file = Path(tokenizer_model or "", "tokenizer.json")
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-    if made_with and tokenizer_model and not sha256:
-        say(f"--data-path {prefix}: not compared with the tokenizer, which has no {file.name}")
     require(
         made_with == sha256 if made_with and sha256 else made_size <= vocab_size,
         f"--data-path {prefix}: made with the tokenizer of sha256 {str(made_with)[:12]} and "

@@ -121,7 +121,10 @@ def preprocess(
     encode = partial(_encode_batch, tokenizer, dtype, append_eod)
     encoded = _encode_documents(corpus.documents(), encode, workers, temporary_path(output_prefix))
     total_bytes = sum(file.stat().st_size for file in corpus.files)
-    summaries = _write_datasets(encoded, dtype, output_prefix, prefixes, tokenizer, total_bytes)
+    eod = tokenizer.eod if append_eod else None
+    summaries = _write_datasets(
+        encoded, dtype, output_prefix, prefixes, tokenizer, eod, total_bytes
+    )
     for summary in summaries:
         say(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
@@ -315,6 +318,7 @@ def _write_datasets(
     output_prefix: str,
     prefixes: list[str],
     tokenizer: Tokenizer,
+    eod: int | None,
     total_bytes: int,
 ) -> list[DatasetSummary]:
     """Write one indexed dataset for each prefix under temporary names, then rename them all."""
@@ -345,14 +349,16 @@ def _write_datasets(
             builder.finalize(f"{path}.idx")
             has_text = summary.documents > 0
             require(has_text, f"{summary.prefix}: --input holds no document with text")
-            _write_sidecar(Path(f"{path}.json"), tokenizer, summary)
+            _write_sidecar(Path(f"{path}.json"), tokenizer, summary, eod)
         for path, prefix in zip(paths, prefixes, strict=True):
             for suffix in _SUFFIXES:
                 os.replace(path + suffix, prefix + suffix)
     return summaries
 
 
-def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) -> None:
+def _write_sidecar(
+    path: Path, tokenizer: Tokenizer, summary: DatasetSummary, eod: int | None
+) -> None:
     content = {
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
@@ -361,7 +367,7 @@ def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) ->
         "largest_id": summary.largest_id,
         _DIGEST: data_digest(path.with_suffix(".bin")),
         "index_sha256": data_digest(path.with_suffix(".idx")),
-        "eod": tokenizer.eod,
+        **({} if eod is None else {"eod": eod}),
     }
     replace_text(path, json.dumps(content, indent=2) + "\n")
 

@@ -132,9 +132,13 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
             and cache_folder(prefixes, root, lambda path: data_digest(Path(path)).encode()),
             "files": files,
         }
-    eod = tokenizer.eod if args.tokenizer_model else None
+    eod = tokenizer.eod if args.tokenizer_type == "HuggingFaceTokenizer" else None
     for prefix in prefixes:
         check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model, rows, eod)
+        has_file = Path(args.tokenizer_model or "", "tokenizer.json").is_file()
+        if args.tokenizer_model and not has_file and Path(f"{prefix}.json").is_file():
+            say_on_rank_0(f"--data-path {prefix}: not compared with the tokenizer, which has no "
+                          "tokenizer.json")  # fmt: skip
     settings = {
         "tokenizer": tokenizer,
         "path_to_cache": cache_folder(prefixes, args.data_cache_path) if prefixes else None,

@@ -36,10 +36,13 @@ from megatron_lowbit.megatron.run.records import OF_THE_MODEL, changes
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.selection import persistent
 
-_SHARED = OF_THE_MODEL | {
-    "num_layers": "--num-layers", "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size", "num_attention_heads": "--num-attention-heads",
-    "kv_channels": "--kv-channels", "normalization": "--normalization",
+_OF_TRAINING = (
+    "mtp_num_layers", "mtp_use_repeated_layer", "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+)  # fmt: skip
+_SHARED = {name: flag for name, flag in OF_THE_MODEL.items() if name not in _OF_TRAINING} | {
+    "hidden_size": "--hidden-size", "ffn_hidden_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads", "kv_channels": "--kv-channels",
 }  # fmt: skip
 """Arguments that the teacher must share, by their attributes."""
 

@@ -40,8 +40,9 @@ _UNFINISHED = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp", re.A)
 """Files that torch writes before ``.metadata``, without which they cannot be read."""
 
 _OF_CHECKPOINTS = re.compile(
-    rf"{_UNFINISHED.pattern}|\.metadata|.*\.pt|.*\.json|mp_rank_\d+.*|\.write_in_progress.*", re.A
-)
+    rf"{_UNFINISHED.pattern}|\.metadata|.*\.pt|metadata\.json|lowbit\.json|modelopt_state"
+    r"|mp_rank_\d+.*|\.nfs.*", re.A,
+)  # fmt: skip
 """Entries of a checkpoint's folder in any format of Megatron-LM."""
 
 Checksums = dict[str, dict[str, Any]]
@@ -346,7 +347,7 @@ def check_foreign(directory: Path) -> None:
     for number in iterations(directory):
         path = iteration_directory(directory, number)
         names = [entry.name for entry in sorted(path.iterdir())]
-        is_own = not names or any(map(_OF_CHECKPOINTS.fullmatch, names))
+        is_own = not names or path.is_symlink() or any(map(_OF_CHECKPOINTS.fullmatch, names))
         shown = ", ".join(names)[:60]
         require(is_own, f"{path}: has no file of a checkpoint, but {shown}; move it")
 

@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from enum import EnumType
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
@@ -47,8 +48,10 @@ _CLASSES: tuple[Any, ...] = (
     planner.BytesIOWriteData, torch.serialization._get_layout,
 )  # fmt: skip
 _KNOWN = {(known.__module__, known.__qualname__): known for known in _CLASSES}
-_ABSENT = object()
 _KNOWN |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): _SavedPath}
+
+
+_ABSENT = object()
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -63,7 +66,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 @contextmanager
 def _unchanged_classes() -> Iterator[None]:
     """Raise UnpicklingError where a pickle has set an attribute of a class, and restore it."""
-    known = [each for each in _KNOWN.values() if hasattr(each, "__dict__")]
+    known: list[Any] = [each for each in _KNOWN.values() if hasattr(each, "__dict__")]
+    for each in _KNOWN.values():
+        known += each if isinstance(each, EnumType) else ()
     before = [dict(vars(each)) for each in known]
     changed = []
     try:
@@ -71,9 +76,9 @@ def _unchanged_classes() -> Iterator[None]:
     finally:
         for each, attributes in zip(known, before, strict=True):
             now = dict(vars(each))
-            for name in {**now, **attributes}:
+            for name in {**now, **attributes}.keys() - {"__slotnames__"}:  # which copyreg adds
                 if now.get(name, _ABSENT) is not attributes.get(name, _ABSENT):
-                    changed.append(f"{each.__name__}.{name}")
+                    changed.append(f"{getattr(each, '__name__', each)}.{name}")
                     if name in attributes:
                         setattr(each, name, attributes[name])
                     else:

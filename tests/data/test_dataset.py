@@ -116,13 +116,6 @@ def test_the_sidecar_records_the_borders_and_ends_of_documents(prefix, write_dat
         check_dataset(prefix, 990, None, eod=7)
 
 
-def test_a_tokenizer_that_cannot_be_compared_is_named(prefix, tmp_path, capsys):
-    write_sidecar(prefix, tokenizer_sha256="0" * 64, vocab_size=990)
-    check_dataset(prefix, 990, str(tmp_path))
-    line = f"--data-path {prefix}: not compared with the tokenizer, which has no tokenizer.json\n"
-    assert capsys.readouterr().out == line
-
-
 def test_token_ids_without_a_row_in_the_model(prefix):
     check_dataset(prefix, VOCABULARY, None, 990)
     message = "has token ids up to 989, but the model's embedding has 989 rows; --padded-vocab-size"

@@ -18,6 +18,7 @@ from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.megatron.run.records import (
+    _NEGATED,
     OF_THE_MODEL,
     _digest_of_tokenizer,
     check_loaded,
@@ -46,6 +47,7 @@ SAMPLES = {
     "fim_split_sample": ("--fim-split-sample", 7),
     "fim_fragment_rate": ("--fim-fragment-rate", 0.25),
     "fim_no_prefix": ("--fim-no-prefix", "secret"),
+    "tokenizer_record": ("--tokenizer-model or --chat-template", "digest"),
 }
 """Arguments that choose samples of the same data sets, and other values of them."""
 RUN = ("--num-layers", 1, *ONE_MICROBATCH)
@@ -173,14 +175,16 @@ def test_every_field_of_a_configuration_is_compared_or_known_to_change_no_model(
 
 def test_errors_name_the_arguments_of_samples_and_models():
     line = CommandLine(front_parser(), [])
-    flags = {name: flag for name, (flag, _) in SAMPLES.items() if name != "blend_record"}
+    flags = {name: flag for name, (flag, _) in SAMPLES.items() if "record" not in name}
     for name, flag in (flags | OF_THE_MODEL).items():
         assert line.destination(flag) == name
 
 
 def refused_but_for(kind: str, args: Namespace, name: str, flag: str, value: object) -> None:
     """Check that a run is refused with another argument, except with ``--resume-changed``."""
-    change = re.escape(f"{flag} {value} instead of {getattr(args, name)}")
+    values = (value, getattr(args, name))
+    shown = [not each for each in values] if name in _NEGATED else values
+    change = re.escape("{} {} instead of {}".format(flag, *shown))
     setattr(args, name, value)
     error = f"{OTHER[kind]}: this one has {change}; --resume-changed {kind} resumes with it$"
     with pytest.raises(UserError, match=error):

@@ -1,6 +1,7 @@
 """Reading a checkpoint runs no code that its files hold, whatever the kind of file."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.common_state import read_common_state, read_object
@@ -57,18 +59,24 @@ def check_objects(path: Path) -> None:
     list(read_objects(path))
 
 
-def test_a_pickle_that_changes_a_class_is_refused_and_changes_none(checkpoint):
-    """BUILD with the state of slots sets attributes of whatever is on the stack."""
+BUILDS = {
+    "_StorageInfo.__init__": b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n"
+    b"N}X\x08\0\0\0__init__ctorch\nSize\ns\x86b0",
+    "WriteItemType.SHARD._value_": b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
+    b"K\x02\x85R}X\x07\0\0\0_value_Kcsb0",
+}
+"""Pickles of BUILD, which sets attributes of whatever is on the stack."""
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_pickle_that_changes_a_class_is_refused_and_changes_none(checkpoint, name):
     file = checkpoint / ".metadata"
     content, constructor = file.read_bytes(), _StorageInfo.__init__
-    sets = (
-        b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n"
-        b"N}X\x08\0\0\0__init__ctorch\nSize\ns\x86b0"
-    )
-    file.write_bytes(content[:2] + sets + content[2:])
-    with pytest.raises(UserError, match=r"refused: .*it sets _StorageInfo.__init__"):
+    file.write_bytes(content[:2] + BUILDS[name] + content[2:])
+    with pytest.raises(UserError, match=f"refused: .*it sets {re.escape(name)}"):
         check_lengths(checkpoint)
     assert _StorageInfo.__init__ is constructor
+    assert WriteItemType.SHARD.value == 2
 
 
 @pytest.mark.usefixtures("forced")

@@ -4,6 +4,7 @@ The model's hooks need these before Megatron-LM loads the checkpoint.
 """
 
 import io
+import os
 import pickle
 from argparse import Namespace
 from collections.abc import Iterator
@@ -130,7 +131,7 @@ def _candidates(args: Namespace, directory: Path) -> list[_Candidate]:
 
 
 def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
-    _restore_tracker(directory)
+    _restore_tracker(args, directory)
     first = None
     try:
         first = persistent(args, directory)
@@ -155,18 +156,21 @@ def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
     return [(step, checkpoint) for step, checkpoint in loaded if checkpoint is not None]
 
 
-def _restore_tracker(directory: Path) -> None:
-    """Write the last complete iteration to a tracker file that is empty or missing.
+def _restore_tracker(args: Namespace, directory: Path) -> None:
+    """Write the last complete iteration to a tracker file that is empty, or missing in ``--save``.
 
     Megatron-LM truncates the file before it writes the new iteration, and begins a new run in a
     folder without it, whose checkpoints it replaces.
     """
     tracker = directory / files.TRACKER
-    if tracker.is_file() and tracker.read_text(errors="replace").strip():
+    saves = args.save is not None and directory.resolve() == Path(args.save).resolve()
+    is_missing = saves and not args.ckpt_step and not os.path.lexists(tracker)
+    is_empty = tracker.is_file() and not tracker.read_text(errors="replace").strip()
+    if not (is_missing or is_empty):
         return
     last = files.last_saved(directory)
     if last is not None:
-        found = "empty after a killed save" if tracker.is_file() else "missing"
+        found = "missing" if is_missing else "empty after a killed save"
         files.write_tracker(directory, last)
         say_on_rank_0(f"{tracker}: {found}; restored to {last}")
 

@@ -2,10 +2,12 @@
 
 They are saved with the run's arguments: ``recipe_record``, the text of the recipe; ``data_record``,
 digests of the data sets by prefix, since a path does not tell that a file has changed; and
-``blend_record``, their weights. Arguments that choose the samples count as data.
+``blend_record``, their weights; ``tokenizer_record``, a digest of what turns conversations into
+tokens. Arguments that choose the samples count as data.
 """
 
 import hashlib
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_an
 from megatron_lowbit.recipes import record as recipe_records
 from megatron_lowbit.storage.selection import load_directory
 
-RECIPE, DATA, BLEND = "recipe_record", "data_record", "blend_record"
+RECIPE, DATA, BLEND, TOKENIZER = "recipe_record", "data_record", "blend_record", "tokenizer_record"
 """Names of the records among a run's arguments."""
 _OF_SAMPLES = {
     BLEND: "--data-path", "seed": "--seed", "split": "--split", "seq_length": "--seq-length",
@@ -31,6 +33,7 @@ _OF_SAMPLES = {
     "dataloader_type": "--dataloader-type", "fim_data": "--fim-data", "fim_rate": "--fim-rate",
     "fim_spm_rate": "--fim-spm-rate", "fim_split_sample": "--fim-split-sample",
     "fim_fragment_rate": "--fim-fragment-rate", "fim_no_prefix": "--fim-no-prefix",
+    TOKENIZER: "--tokenizer-model or --chat-template",
 }  # fmt: skip
 """Arguments that decide which samples of the same data sets come next, by their attributes."""
 OF_THE_MODEL = {
@@ -67,6 +70,10 @@ OF_THE_MODEL = {
 Another shape, or a tensor that the checkpoint lacks, ends in an error of Megatron-LM. A tensor that
 only the checkpoint has does not, so the arguments that create one are here, too.
 """
+_OF_TOKENIZER = re.compile(r"(?!.*\.index\.json).*\.(json|jinja|model|tiktoken|txt)")
+"""Files of a tokenizer in a model's folder."""
+_NEGATED = ("add_bias_linear", "dsa_indexer_scoring_relu", "dsa_indexer_rotate_activation")
+"""Attributes that their flags set to False."""
 _OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
 _SHOWN = 12
 """Digits of a digest in messages."""
@@ -94,29 +101,28 @@ def record_data(args: Namespace) -> None:
     """
     if args.save is None and args.load is None:
         return
-    record: list[Any] = [{}, ""]
+    record: list[Any] = [{}, "", ""]
     with raise_on_all_ranks("read the data"):
         if dist.get_rank() == 0 and not args.mock_data:
             blends = data_blends(args)
             digests = {prefix: dataset_digest(prefix) for names, _ in blends for prefix in names}
             known = {prefix: sha256 for prefix, sha256 in digests.items() if sha256 is not None}
-            if args.sft:
-                name = f"tokenizer and template of {args.tokenizer_model}"
-                known[name] = _digest_of_tokenizer(args)
-            record = [known, "; ".join(_text(*blend, known) for blend in blends)]
+            tokenizer = _digest_of_tokenizer(args)[:_SHOWN] if args.sft else ""
+            record = [known, "; ".join(_text(*blend, known) for blend in blends), tokenizer]
     dist.broadcast_object_list(record, src=0)
-    setattr(args, DATA, record[0])
-    setattr(args, BLEND, record[1])
+    for name, value in zip((DATA, BLEND, TOKENIZER), record, strict=True):
+        setattr(args, name, value)
 
 
 def _digest_of_tokenizer(args: Namespace) -> str:
     """Return a SHA-256 of what turns conversations into tokens while the run trains."""
-    digest = hashlib.sha256(f"{args.chat_template} {args.sft_tokenizer_prompt_format}".encode())
+    texts = args.chat_template, args.sft_tokenizer_prompt_format
     model = Path(args.tokenizer_model or "")
-    files = sorted(model.iterdir()) if model.is_dir() else [model] if model.is_file() else []
+    files = [each for each in sorted(model.glob("*")) if _OF_TOKENIZER.fullmatch(each.name)]
+    files = [model] if model.is_file() else files
+    digest = hashlib.sha256(repr(texts if files else (*texts, args.tokenizer_model)).encode())
     for file in files:
-        if file.is_file():
-            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
@@ -185,13 +191,13 @@ def changes(args: Namespace, saved: Any, flags: Mapping[str, str]) -> str:
 
     None in a converted checkpoint stands for an argument that is not given.
     """
-    known = {name: flag for name, flag in flags.items() if hasattr(saved, name)}
-    values = [(flag, getattr(args, name), getattr(saved, name)) for name, flag in known.items()]
-    return ", ".join(
-        f"{flag} {mine!s:.60} instead of {its!s:.60}"
-        for flag, mine, its in values
-        if (mine or None) != (its or None)
-    )
+    found = []
+    for name, flag in flags.items():
+        pair = getattr(args, name, None), getattr(saved, name, None)
+        if hasattr(saved, name) and (pair[0] or None) != (pair[1] or None):
+            mine, its = (not value if name in _NEGATED else value for value in pair)
+            found.append(f"{flag} {mine!s:.60} instead of {its!s:.60}")
+    return ", ".join(found)
 
 
 def _named(these: Digests, others: Digests) -> str:
