@@ -346,8 +346,10 @@ def check_foreign(directory: Path) -> None:
     """
     for number in iterations(directory):
         path = iteration_directory(directory, number)
+        if path.is_symlink():
+            continue  # A save renames the link alone.
         names = [entry.name for entry in sorted(path.iterdir())]
-        is_own = not names or path.is_symlink() or any(map(_OF_CHECKPOINTS.fullmatch, names))
+        is_own = not names or any(map(_OF_CHECKPOINTS.fullmatch, names))
         shown = ", ".join(names)[:60]
         require(is_own, f"{path}: has no file of a checkpoint, but {shown}; move it")
 

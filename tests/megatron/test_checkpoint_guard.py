@@ -648,6 +648,12 @@ def test_a_folder_of_another_program_is_not_replaced(saved):
     assert notes.read_text() == "mine"
 
 
+def test_a_link_to_nothing_is_no_folder_of_another_program(saved, tmp_path):
+    (saved / "iter_0000009").symlink_to(tmp_path / "gone")
+    take(saved)
+    assert (saved / "iter_0000009").is_symlink()
+
+
 def test_an_empty_tracker_names_the_newest_and_not_the_one_changed_last(saved):
     (saved / files.TRACKER).write_text("")
     (saved / "iter_0000001" / "more").write_text("")

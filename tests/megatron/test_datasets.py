@@ -3,11 +3,13 @@
 import json
 import os
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
+from megatron_lowbit.data.dataset import data_digest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import forward_step
 from megatron_lowbit.megatron.forward_step import _check_ids
@@ -239,6 +241,16 @@ def test_a_tokenizer_that_does_not_fit_the_model(datasets, prefix, capsys):
     datasets(f"--data-path {prefix} --padded-vocab-size 975", 1, 0, 0)
     line = "--tokenizer-model: the tokenizer has 1000 ids, the model's embedding 975 rows; data"
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["", "--tokenizer-model folder"])
+def test_a_tokenizer_that_cannot_be_compared_is_named(datasets, prefix, words, capsys):
+    digest = data_digest(Path(f"{prefix}.bin"))
+    sidecar = {"vocab_size": 1000, "data_sha256": digest, "tokenizer_sha256": "0" * 64}
+    Path(f"{prefix}.json").write_text(json.dumps(sidecar))
+    datasets(f"--data-path {prefix} {words}", 1, 0, 0)
+    named = f"--data-path {prefix}: not compared with the tokenizer, which has no tokenizer.json"
+    assert (named in capsys.readouterr().out) == bool(words)
 
 
 @pytest.mark.parametrize("name", ["tokens", "labels"])
