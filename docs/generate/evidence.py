@@ -109,9 +109,10 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
 
 def text_of(section: str, contenders: Sequence[Contender]) -> str:
     """Return a section's text: of switches by seed, else a table, and a picture of runs as long."""
-    names, rows = [contender.name for contender in contenders], compare(contenders)
     if section.startswith("healing"):
+        names = [contender.name for contender in contenders]
         return by_seed(contenders[names.index("NVFP4") :])
+    rows = compare(contenders)
     image = f"![gaps of the study {section}](../images/{picture_of(section).name})"
     as_long = not any(math.isnan(row.gap) for row in rows)
     return "\n\n".join([table(rows, contenders), *([image] if as_long else [])])
@@ -127,8 +128,7 @@ def by_seed(contenders: Sequence[Contender]) -> str:
 
     The last columns have their mean, and the mean of the last validation's, with standard errors.
     """
-    common = set.intersection(*(set(contender.seeds) for contender in contenders))
-    seeds = sorted(common)
+    seeds = sorted(set.intersection(*(set(contender.seeds) for contender in contenders)))
     values = np.array([
         [(final_loss(curves[seed]), curves[seed].validation_losses[-1]) for seed in seeds]
         for curves in (dict(zip(one.seeds, one.curves, strict=True)) for one in contenders)

@@ -181,14 +181,8 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     if not (has_recipe or args.fp8 or args.fp4):
         idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
         lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
-    idle = sorted(name for name in words.destinations() if name.startswith("moe_"))
-    if args.use_checkpoint_args:
-        idle = []  # a checkpoint may have experts
-    if idle and args.num_experts is None:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        lines.append(f"{flags}: without effect, the model has no experts")
-    elif "moe_router_bias_update_rate" in idle and not args.moe_router_enable_expert_bias:
-        lines.append("--moe-router-bias-update-rate: without effect, no expert has a bias")
+    if not args.use_checkpoint_args:  # a checkpoint may have experts
+        lines += _idle_experts(args, words)
     if "--eval-interval" not in words:
         words.add("--eval-interval", str(_NEVER))
         lines.append("--eval-interval is not given and has no default: evaluating at the end only")
@@ -201,6 +195,16 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     if machine.capability is None:
         lines += adapt_to_cpu(args, words)
     return lines
+
+
+def _idle_experts(args: Namespace, words: CommandLine) -> Iterator[str]:
+    """Yield lines about arguments of experts that have no effect."""
+    given = sorted(name for name in words.destinations() if name.startswith("moe_"))
+    if given and args.num_experts is None:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: without effect, the model has no experts"
+    elif "moe_router_bias_update_rate" in given and not args.moe_router_enable_expert_bias:
+        yield "--moe-router-bias-update-rate: without effect, no expert has a bias"
 
 
 def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:

@@ -121,10 +121,9 @@ def preprocess(
     encode = partial(_encode_batch, tokenizer, dtype, append_eod)
     encoded = _encode_documents(corpus.documents(), encode, workers, temporary_path(output_prefix))
     total_bytes = sum(file.stat().st_size for file in corpus.files)
-    eod = tokenizer.eod if append_eod else None
-    summaries = _write_datasets(
-        encoded, dtype, output_prefix, prefixes, tokenizer, eod, total_bytes
-    )
+    made_with = {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+    made_with |= {"eod": tokenizer.eod} if append_eod else {}
+    summaries = _write_datasets(encoded, dtype, output_prefix, prefixes, made_with, total_bytes)
     for summary in summaries:
         say(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
@@ -317,8 +316,7 @@ def _write_datasets(
     dtype: type[np.integer],
     output_prefix: str,
     prefixes: list[str],
-    tokenizer: Tokenizer,
-    eod: int | None,
+    made_with: dict[str, Any],
     total_bytes: int,
 ) -> list[DatasetSummary]:
     """Write one indexed dataset for each prefix under temporary names, then rename them all."""
@@ -349,25 +347,20 @@ def _write_datasets(
             builder.finalize(f"{path}.idx")
             has_text = summary.documents > 0
             require(has_text, f"{summary.prefix}: --input holds no document with text")
-            _write_sidecar(Path(f"{path}.json"), tokenizer, summary, eod)
+            _write_sidecar(Path(f"{path}.json"), made_with, summary)
         for path, prefix in zip(paths, prefixes, strict=True):
             for suffix in _SUFFIXES:
                 os.replace(path + suffix, prefix + suffix)
     return summaries
 
 
-def _write_sidecar(
-    path: Path, tokenizer: Tokenizer, summary: DatasetSummary, eod: int | None
-) -> None:
-    content = {
-        "tokenizer_sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
+def _write_sidecar(path: Path, made_with: dict[str, Any], summary: DatasetSummary) -> None:
+    content = made_with | {
         "documents": summary.documents,
         "tokens": summary.tokens,
         "largest_id": summary.largest_id,
         _DIGEST: data_digest(path.with_suffix(".bin")),
         "index_sha256": data_digest(path.with_suffix(".idx")),
-        **({} if eod is None else {"eod": eod}),
     }
     replace_text(path, json.dumps(content, indent=2) + "\n")
 

@@ -40,6 +40,7 @@ _OF_TRAINING = (
     "mtp_num_layers", "mtp_use_repeated_layer", "moe_expert_capacity_factor",
     "moe_token_drop_policy",
 )  # fmt: skip
+"""Attributes of a model that may differ, since they change no logits of a teacher."""
 _SHARED = {name: flag for name, flag in OF_THE_MODEL.items() if name not in _OF_TRAINING} | {
     "hidden_size": "--hidden-size", "ffn_hidden_size": "--ffn-hidden-size",
     "num_attention_heads": "--num-attention-heads", "kv_channels": "--kv-channels",

@@ -49,9 +49,8 @@ _CLASSES: tuple[Any, ...] = (
 )  # fmt: skip
 _KNOWN = {(known.__module__, known.__qualname__): known for known in _CLASSES}
 _KNOWN |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): _SavedPath}
-
-
 _ABSENT = object()
+"""Value of an attribute that a class does not have."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

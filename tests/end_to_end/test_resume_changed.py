@@ -148,7 +148,7 @@ def test_weights_of_a_model_that_computes_something_else_are_refused(resumed, na
 
 
 SHAPES = re.compile(
-    "hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|kv_channels|.*_head_dim|v_head_dim"
+    "hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|kv_channels|.*_head_dim"
     "|.*_lora_rank|moe_ffn_hidden_size|linear_(conv|key|value|num)_.*|dsa_indexer_n_heads|mamba_.*"
     "|is_hybrid_model|mtp_hybrid_.*"
 )

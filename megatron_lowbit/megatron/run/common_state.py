@@ -35,21 +35,17 @@ _OF_A_RANK = "model_optim_rng.pt"
 def saved_args(path: Path) -> Namespace | None:
     """Return the arguments of the run that saved a checkpoint of any format; None without them."""
     found: Namespace | None
-    if (path / LEGACY).is_file() or _has_object(path, KEY):
+    is_sharded = (path / ".metadata").is_file()
+    objects = Reader(path).read_metadata().storage_data if is_sharded else {}
+    if (path / LEGACY).is_file() or MetadataIndex(KEY) in objects:
         found = read_common_state(path).get("args")
-    elif _has_object(path, "args"):  # in the format fsdp_dtensor
+    elif MetadataIndex("args") in objects:  # in the format fsdp_dtensor
         found = read_object(path, "args")
         check_common_state({"args": found}, str(path))
     else:  # In the format torch, the files of all ranks have the same.
         states = (state for file, _, state in read_objects(path) if file.name == _OF_A_RANK)
         found = next(states, {}).get("args")
     return found
-
-
-def _has_object(path: Path, key: str) -> bool:
-    if not (path / ".metadata").is_file():
-        return False
-    return MetadataIndex(key) in Reader(path).read_metadata().storage_data
 
 
 def read_common_state(path: Path) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from megatron_lowbit.arguments.parse import in_one_line
 from megatron_lowbit.errors import TrainingError, UserError, error_behind, say
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DISK_FULL_TEXTS = ("unexpected pos", "Worker failure")
-"""Parts of messages without OSError: of torch's writer in C++, and of Megatron-LM's for any error
-of its processes, which counts where less than ``_LITTLE`` bytes are free."""
-_LITTLE = 64 * 2**20
+_DISK_FULL_TEXT = "unexpected pos"
+"""Part of the message of torch's checkpoint writer in C++, which raises no OSError."""
+_WORKER_TEXT, _LITTLE = "Worker failure", 64 * 2**20
+"""Part of Megatron-LM's message for any error of its writers; bytes, with less the disk is full."""
 _NO_MEMORY_TEXT = "can't allocate memory"
 """Part of torch's message on a CPU, which is no MemoryError."""
 _WITHOUT_APEX = {
@@ -179,9 +179,10 @@ def translate_machine_limits(args: Namespace) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         os_error = error_behind(error, OSError)
-        own, of_a_worker = (text in str(error) for text in _DISK_FULL_TEXTS)
-        is_full = of_a_worker and args.save and shutil.disk_usage(args.save).free < _LITTLE
-        if own or is_full or (os_error and os_error.errno in _DISK_FULL):
+        is_full = _DISK_FULL_TEXT in str(error) or (os_error and os_error.errno in _DISK_FULL)
+        if args.save and _WORKER_TEXT in str(error):
+            is_full = is_full or shutil.disk_usage(args.save).free < _LITTLE
+        if is_full:
             file = f"--save {args.save}" if args.save else "a file of the run"
             raise TrainingError(f"{file}: cannot be written to, the disk may be full") from error
         message = in_one_line(error)

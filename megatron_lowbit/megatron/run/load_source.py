@@ -70,13 +70,16 @@ def check_starts_anew(args: Namespace) -> None:
     directory = load_directory(args)
     if directory is None or selected(args, directory) is not None:
         return
-    restarts = args.save is not None and directory.resolve() == Path(args.save).resolve()
     flag = "--load" if args.pretrained_checkpoint is None else "--pretrained-checkpoint"
     require(
-        restarts and not (args.finetune or args.skip_train),
+        _is_saved_to(args, directory) and not (args.finetune or args.skip_train),
         f"{flag} {directory}: holds no checkpoint; omit it to train new weights. Only a folder "
         "that is --save, too, may be empty, without --finetune and --skip-train",
     )
+
+
+def _is_saved_to(args: Namespace, directory: Path) -> bool:
+    return args.save is not None and directory.resolve() == Path(args.save).resolve()
 
 
 def choose_checkpoint(args: Namespace) -> int | None:
@@ -163,8 +166,8 @@ def _restore_tracker(args: Namespace, directory: Path) -> None:
     folder without it, whose checkpoints it replaces.
     """
     tracker = directory / files.TRACKER
-    saves = args.save is not None and directory.resolve() == Path(args.save).resolve()
-    is_missing = saves and not args.ckpt_step and not os.path.lexists(tracker)
+    is_missing = not os.path.lexists(tracker) and not args.ckpt_step
+    is_missing = is_missing and _is_saved_to(args, directory)
     is_empty = tracker.is_file() and not tracker.read_text(errors="replace").strip()
     if not (is_missing or is_empty):
         return

@@ -96,7 +96,8 @@ def record_data(args: Namespace) -> None:
     """Let the checkpoints of a run record its data sets; all ranks together.
 
     The attribute ``data_record`` has the digest of each data set by its prefix, ``blend_record``
-    their weights by digest; both are empty for mock data. A run that neither loads nor saves reads
+    their weights by digest, ``tokenizer_record`` a digest under ``--sft``; all are empty for mock
+    data. A run that neither loads nor saves reads
     nothing.
     """
     if args.save is None and args.load is None:
