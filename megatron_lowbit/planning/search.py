@@ -18,7 +18,7 @@ MOST_GPUS = 3 << 15
 """GPUs up to which a run that does not fit is tried on more."""
 _CHANGES = (
     ("--moe-grouped-gemm",),
-    ("--cuda-graph-impl", "local", "--eval-precision", "recipe"),
+    ("--cuda-graph-impl", "local"),
     ("--cross-entropy-loss-fusion",),
     ("--grad-reduce-in-bf16",),
     ("--quantized-param-gather",),

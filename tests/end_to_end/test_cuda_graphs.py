@@ -1,5 +1,7 @@
 """Runs whose layers are captured in CUDA graphs: the losses of those that are not."""
 
+import json
+
 import pytest
 from tiny_run import done, start_from, steps
 
@@ -37,6 +39,22 @@ def test_the_same_losses(recipe, implementation, layers, pretrain_command, tmp_p
     assert len(plain) == 8
     assert steps(tmp_path / "captured") == plain
     assert steps(resumed) == {step: plain[step] for step in range(5, 9)}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_validation_in_bf16_between_captured_steps(recipe, pretrain_command, tmp_path):
+    validation = ("--eval-interval", 2, "--eval-iters", 2)
+    given = (*COMMON, *LAYERS["transformer_engine"], "--precision-recipe", recipe, *validation)
+    done(pretrain_command(*given, "--save", tmp_path / "plain"))
+    done(pretrain_command(*given, "--cuda-graph-impl", "local", "--save", tmp_path / "captured"))
+    plain, captured = (
+        [
+            (line["iteration"], line.get("lm_loss"), line.get("validation_loss"))
+            for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+        ]
+        for name in ("plain", "captured")
+    )
+    assert captured == plain and len(plain) == 8 and all(loss for *_, loss in plain[1::2])
 
 
 def test_a_switch_is_captured_again(pretrain_command, tmp_path):

@@ -255,9 +255,8 @@ def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
     ("recipe", "overrides", "change", "reason"),
     [
         ("nvfp4", [], {"cuda_graph_impl": "full_iteration"}, "it replays as one; use local"),
-        ("nvfp4", [], {"eval_precision": "bf16"}, "use --eval-precision recipe"),
         (
-            "nvfp4", [], {"eval_precision": "bf16", "eval_iters": 0, "full_validation": True},
+            "nvfp4", [], {"eval_precision": "bf16", "cuda_graph_modules": ["mamba"], **HYBRID},
             "use --eval-precision recipe",
         ),
         ("nvfp4", [], {"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),

@@ -312,6 +312,24 @@ def test_a_switch_replaces_managers_and_cached_inputs(monkeypatch):
     assert layer.made == ["configuration"] and layer(3) is not before
 
 
+@pytest.mark.parametrize("precision", ["recipe", "bf16"])
+def test_evaluation_in_high_precision_replays_nothing(precision):
+    layer = TransformerLayer.__new__(TransformerLayer)
+    torch.nn.Module.__init__(layer)
+    layer.config = SimpleNamespace(cuda_graph_impl="local")
+    layer.cudagraph_manager = lambda *_: "replayed"
+    layer.forward = lambda x: "computed"
+    made = installed(
+        states("nvfp4"), [torch.nn.Sequential(layer)], eval_precision=precision,
+        overlap_param_gather=True,
+    )  # fmt: skip
+    found = []
+    for training in (True, False, True):
+        made.begin_step(0, training)
+        found.append(layer(3))
+    assert found == ["replayed", "replayed" if precision == "recipe" else "computed", "replayed"]
+
+
 def test_a_switch_replaces_managers_of_parts(monkeypatch):
     """Each calls the layer's own function, as Megatron-LM's manager does, not the one before."""
 

@@ -96,7 +96,9 @@ REFUSED = {
     "--skip-bad-iterations 2": "needs --save and --load with the same folder",
     "--num-layers-at-end-in-bf16 2": "needs --first-last-layers-bf16",
     "--sandwich-norm": "exclude --transformer-impl transformer_engine",
-    "--cuda-graph-impl local --precision-recipe mxfp8": "use --eval-precision recipe",
+    "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --fp8-recipe mxfp8": (
+        "it replays as one; use local"
+    ),
 }
 """Arguments that training refuses, and parts of the errors."""
 

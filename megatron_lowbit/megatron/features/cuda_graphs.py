@@ -111,12 +111,31 @@ class CudaGraphs(Feature):
         self._keys.copy_(keys, non_blocking=True)
 
     def begin_step(self, iteration: int, training: bool) -> None:
-        """Remove graphs of another precision or number of microbatches, and write weights."""
+        """Remove graphs of another precision or number of microbatches, and write weights.
+
+        Evaluation in high precision runs without graphs, which are of the recipe's.
+        """
+        args = self.run.args
+        replays = training or args.eval_precision == "recipe"
+        if args.cuda_graph_impl == "local":
+            self._replay_graphs(replays)
         if training:
             before, self._captured_for = self._captured_for, self._note_microbatches()
             if before != self._captured_for:
                 self._delete_graphs()
-        self._quantize_weights()
+        if replays:
+            self._quantize_weights()
+
+    def _replay_graphs(self, replays: bool) -> None:
+        """Let the layers that Megatron-LM captures run by their graphs, or without them."""
+        for chunk in self.run.chunks:
+            for module in chunk.modules():
+                if not hasattr(module, "cudagraph_manager"):
+                    continue
+                if replays:
+                    vars(module).pop("_should_call_local_cudagraph", None)
+                else:
+                    module._should_call_local_cudagraph = _never
 
     def _delete_graphs(self) -> None:
         """Let Megatron-LM capture its graphs by layer again in this step."""
@@ -153,6 +172,10 @@ class CudaGraphs(Feature):
             operands, self._replay = captured(lambda: [_quantized(*layer) for layer in layers])
             for (_, state), pair in zip(layers, operands, strict=True):
                 state.weight_cache = WeightCache(pair, stored=True)
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
 
 
 def _captured_parts(block: Any, is_local: bool) -> list[torch.nn.Module]:
