@@ -12,7 +12,7 @@ listed in CONTRIBUTING.md.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -188,8 +188,9 @@ class RecipeHook:
         # A layer that does not fit may be on one rank only.
         with raise_on_all_ranks("prepare the kernels of the recipe"):
             self.take_over(chunks, source)
-        mine = [state.plan.layer for state in self.states]
-        layers = in_order(layer for layers in gather_from_ranks(mine) for layer in layers)
+        mine = [(state.plan.layer, state.misfit) for state in self.states]
+        everywhere = [pair for pairs in gather_from_ranks(mine) for pair in pairs]
+        layers = in_order(layer for layer, _ in everywhere)
         self.check(layers)
         steps = steps_of(self.args, chunks)
         steps.listeners.append(self._begin_step)
@@ -201,7 +202,7 @@ class RecipeHook:
             for chunk in chunks if feature.submodule else ():
                 setattr(chunk, feature.submodule, ExtraTensors(feature, chunk, saved))
         if is_rank0():
-            self.show(layers)
+            self.show(layers, misfits={shape for _, shape in everywhere if shape})
         return chunks
 
     def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
@@ -272,14 +273,23 @@ class RecipeHook:
             if training and type(feature).after_backward is not Feature.after_backward:
                 run_after_backward(self.chunks, feature.after_backward)
 
-    def show(self, layers: Sequence[Layer], capability: tuple[int, int] | None = None) -> None:
+    def show(
+        self,
+        layers: Sequence[Layer],
+        capability: tuple[int, int] | None = None,
+        misfits: Collection[tuple[int, int]] = (),
+    ) -> None:
         """Print which layers of the whole model have which precision, and how it is computed.
 
         ``capability``: compute capability of the GPU that is described; None for this machine's.
+        ``misfits``: shapes of weights that Transformer Engine cannot multiply in their precision.
         """
         console = plain_console(130)
         for line in _describe(self.recipe, self.engine, layers, self.args, capability):
             console.print(line)
+        for rows, columns in sorted(misfits):
+            console.print(f"  weights of {rows} x {columns}: this project's kernels, as "
+                          "Transformer Engine's need multiples of 16")  # fmt: skip
         for feature in self.features:
             for line in feature.describe():
                 console.print(line)

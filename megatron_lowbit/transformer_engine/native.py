@@ -3,7 +3,7 @@
 Data only: nothing here needs Transformer Engine. Names and meanings are as in version 2.20.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,6 +81,14 @@ def layer_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Nat
     of it are pickles.
     """
     return None if precision.history_length else native_recipe(precision, capability)
+
+
+def multiplies(weight: Sequence[int]) -> bool:
+    """Return True if Transformer Engine multiplies a quantized weight of this shape in all GEMMs.
+
+    Each dimension is the contiguous one of an operand in FP8 or FP4, which must fill 16 bytes.
+    """
+    return all(size % 16 == 0 for size in weight)
 
 
 def folds_on_hopper(precision: LinearPrecision, capability: tuple[int, int]) -> bool:

@@ -157,6 +157,19 @@ def test_captured_layers_in_bf16_add_the_gradients_of_all_microbatches(layers, m
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("shape", [(1804, 384), (1808, 384), (1808, 376)])
+def test_transformer_engine_computes_shapes_that_it_can_multiply(layers, shape):
+    """Its assertion about 1804 x 384, of a hybrid of 20M parameters, ended the first step."""
+    module = Linear(*shape[::-1])
+    layer = Layer(PATH, 4, 10)
+    precision = load_recipe("fp8-tile-e4m3").precision_for(layer)
+    plan = LayerPlan(layer, precision, ReferenceEngine("tests"), False, None, False)
+    state = layers.take_over(module, plan)
+    fits = shape == (1808, 384)
+    assert (state.native is not None, state.misfit) == (fits, None if fits else shape)
+    assert state.quantizes_weight != fits
+
+
 @pytest.mark.parametrize("native", [None, "a recipe of Transformer Engine"])
 def test_modules_that_quantize_their_weight_are_told_that_it_changed(layers, native):
     module = taken_over(layers, "bf16")
