@@ -4,9 +4,7 @@
     python docs/generate/evidence.py runs/nvfp4
 
 A folder has the name of its study. Its finished runs replace runs of the same name and seed in
-benchmarks/results/studies-h200.json; without folders the page is written from that file, and from
-studies.json, the runs of version 0.2.0. Runs of one file are not compared with the other's: their
-samples differ.
+benchmarks/results/studies-h200.json; without folders the page is written from that file.
 
 Studies of one model share runs with the same command but for the seed. Runs of other numbers of
 tokens have no gap. "At the end" is the mean of the last twentieth of a run, "before the decay" of
@@ -29,9 +27,11 @@ from megatron_lowbit.analysis.comparison_page import picture
 from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Study, jobs_of, read_study
 
-EARLIER, STUDIES_FILE = RESULTS / "studies.json", RESULTS / "studies-h200.json"
+STUDIES_FILE = RESULTS / "studies-h200.json"
 PAGE = ROOT / "docs" / "research" / "evidence.md"
 STUDIES = ROOT / "examples" / "studies"
+REFERENCE = "NVFP4"
+"""The row that others are compared with, besides the first one, and that branches start from."""
 
 
 def collect(folder: Path) -> list[dict]:
@@ -73,12 +73,9 @@ def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -
 
 
 def contenders_by_section(studies: dict[str, Study]) -> dict[str, list[Contender]]:
-    """Return the runs of each section of the page, from the two files."""
-    earlier, kept = (json.loads(file.read_text()) for file in (EARLIER, STUDIES_FILE))
-    return {
-        **{f"{name}-0.2.0": contenders_of(name, studies, earlier) for name in earlier},
-        **{name: contenders_of(name, studies, kept) for name in kept},
-    }
+    """Return the runs of each section of the page."""
+    kept = json.loads(STUDIES_FILE.read_text())
+    return {name: contenders_of(name, studies, kept) for name in kept}
 
 
 def _commands(study: Study) -> dict[str, tuple]:
@@ -93,6 +90,8 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     growth = gaps(growths, [contender.seeds for contender in contenders])
     headings = ("", "runs", "final loss", "gap at the end", "grown since before the decay",
                 "perplexity")  # fmt: skip
+    names = [row.name for row in rows]
+    others = _gaps_to(REFERENCE, contenders) if REFERENCE in names[1:] else {}
     lines = []
     for row, grown in zip(rows, growth, strict=True):
         is_compared = row is not rows[0] and not math.isnan(row.gap)
@@ -103,15 +102,24 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
             _spread(row.loss, row.loss_spread, 4),
             *([shown_gap(*pair) for pair in pairs] or ["", ""]),
             _spread(row.perplexity, row.perplexity_spread, 3),
+            *([others.get(row.name, "")] if others else []),
         ])  # fmt: skip
-    return markdown_table(headings, lines)
+    return markdown_table((*headings, *([f"relative to {REFERENCE}"] if others else [])), lines)
+
+
+def _gaps_to(name: str, contenders: Sequence[Contender]) -> dict[str, str]:
+    """Return the gaps at the end relative to a row of this name, by the names of the others."""
+    rows = compare(sorted(contenders, key=lambda contender: contender.name != name))[1:]
+    return {row.name: shown_gap(row.gap, row.gap_error) for row in rows if not math.isnan(row.gap)}
 
 
 def text_of(section: str, contenders: Sequence[Contender]) -> str:
-    """Return a section's text: of switches by seed, else a table, and a picture of runs as long."""
-    if section.startswith("healing"):
+    """Return a section's text: losses by rate, switches by seed, or gaps and their picture."""
+    if section == "mxnorm-lr":
+        return by_rate(contenders)
+    if section in ("healing", "nvfp4-branches"):
         names = [contender.name for contender in contenders]
-        return by_seed(contenders[names.index("NVFP4") :])
+        return by_seed(contenders[names.index(REFERENCE) :])
     rows = compare(contenders)
     image = f"![gaps of the study {section}](../images/{picture_of(section).name})"
     as_long = not any(math.isnan(row.gap) for row in rows)
@@ -143,6 +151,17 @@ def by_seed(contenders: Sequence[Contender]) -> str:
     ]  # fmt: skip
     headings = ("", *(f"seed {seed}" for seed in seeds), "mean", "validation")
     return markdown_table(headings, lines)
+
+
+def by_rate(contenders: Sequence[Contender]) -> str:
+    """Tabulate final losses of runs named "NORM, RATE": a line for each rate."""
+    cells = {
+        tuple(row.name.split(", ")): _spread(row.loss, row.loss_spread, 3)
+        for row in compare(contenders)
+    }
+    norms, rates = (list(dict.fromkeys(part)) for part in zip(*cells, strict=True))
+    lines = [[rate, *(cells[norm, rate] for norm in norms)] for rate in rates]
+    return markdown_table(("learning rate", *norms), lines)
 
 
 def _spread(mean: float, deviation: float, digits: int) -> str:

@@ -39,6 +39,24 @@ def test_runs_of_other_lengths_have_no_gap(contender):
     assert row == "| MXFP4 | 1 | 1.9000 |  |  | 2.718 |"
 
 
+def test_a_row_inside_is_a_second_reference(contender):
+    found = [
+        contender(name, loss, 1.0) for name, loss in (("BF16", 2.0), ("NVFP4", 2.2), ("x", 3.3))
+    ]
+    head, _, *rows = table(compare(found), found).splitlines()
+    assert head.endswith("| relative to NVFP4 |")
+    ends = [row.split(" | ")[-1].split("%")[0] for row in rows]
+    assert ends == ["-9.09", " |", "+50.00"]
+
+
+def test_rates_have_a_line_each(contender):
+    names = ("RMSNorm, 2^-9", "RMSNorm, 2^-3", "MXNorm p = 2, 2^-9", "MXNorm p = 2, 2^-3")
+    found = [contender(name, 2.0 + at, 1.0) for at, name in enumerate(names)]
+    head, _, *lines = text_of("mxnorm-lr", found).splitlines()
+    assert head == "| learning rate | RMSNorm | MXNorm p = 2 |"
+    assert lines == ["| 2^-9 | 2.000 | 4.000 |", "| 2^-3 | 3.000 | 5.000 |"]
+
+
 def test_a_branch_keeps_its_iterations(contender):
     """Its final loss is a share of the whole run's iterations."""
     whole = contender("NVFP4", 2.0, 1.0).curves[0]
