@@ -88,7 +88,7 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     """Tabulate losses, gaps, their growth since before the decay, and validation perplexity."""
     growths = [[_growth(curve) for curve in contender.curves] for contender in contenders]
     growth = gaps(growths, [contender.seeds for contender in contenders])
-    headings = ("", "runs", "final loss", "gap at the end", "grown since before the decay",
+    headings = ("", "runs", "final loss", "gap at the end", "growth in the decay",
                 "perplexity")  # fmt: skip
     names = [row.name for row in rows]
     others = _gaps_to(REFERENCE, contenders) if REFERENCE in names[1:] else {}

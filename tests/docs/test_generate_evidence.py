@@ -24,9 +24,7 @@ def contender():
 def test_perplexity_is_beside_the_loss(contender):
     found = [contender("BF16", 2.0, math.log(3), math.log(5)), contender("own", 2.2, math.log(7))]
     head, _, first, second = table(compare(found), found).splitlines()
-    assert head.endswith(
-        "| final loss | gap at the end | grown since before the decay | perplexity |"
-    )
+    assert head.endswith("| final loss | gap at the end | growth in the decay | perplexity |")
     assert first == "| BF16 | 2 | 2.0000 ± 0.0000 |  |  | 4.000 ± 1.414 |"
     assert second.startswith("| own | 1 | 2.2000 | +10.00% ") and second.endswith("| 7.000 |")
 
