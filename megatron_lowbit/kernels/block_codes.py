@@ -2,7 +2,8 @@
 
 A function takes the 16 lanes of blocks' rows, the blocks' and the tensor's amaxes, and the key and
 numbers of the random words. It returns words of eight codes (two int32), the scales' codes, the
-scales, and the tensor's decode scale, as ``numerics/`` says. Sums are in its order.
+scales, and the tensor's decode scale, as ``numerics/`` says. Sums are in its order. Where a block
+has more numbers, the scales' codes are a pair: of these 16, and the bits of the block's.
 """
 
 import triton
@@ -155,6 +156,34 @@ def ms_eden_torchao(lanes, block_amax, amax, key, group, row, BELOW: tl.constexp
     corrected = tl.where(scale == 0.0, 0.0, scale * correction)
     stored, scale = _drawn_scale(corrected, key, group, row, S)
     return words, stored, scale, s_dec
+
+
+@triton.jit
+def tetrajet2(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+    """Quantize 16 of the 128 numbers that ``block_amax`` is of; return the scales of both."""
+    OPTIONS: tl.constexpr = S.options
+    E4M3: tl.constexpr = OPTIONS.element
+    zero = tl.zeros_like(block_amax)
+    outer = tl.div_rn(tl.div_rn(block_amax, zero + OPTIONS.top), zero + OPTIONS.divisor)
+    outer = tl.where(block_amax == 0.0, 1.0, finite_or_nan(outer, block_amax))
+    inner_amax = tl.abs(lanes[0])
+    for i in tl.static_range(1, 16):
+        inner_amax = larger(inner_amax, tl.abs(lanes[i]))
+    base = tl.div_rn(tl.div_rn(inner_amax, outer), zero + OPTIONS.divisor)
+    stored, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
+    drawn = (group, group, group, group)
+    if S.stochastic:
+        none = scale == 0.0
+        stored, scale = tl.where(none, 1, stored), tl.where(none, 2.0**-9, scale)
+        drawn = philox(key, group, row)
+    step, words = outer * scale, ()
+    for i in tl.static_range(16):
+        scaled = tl.where(lanes[i] == 0.0, lanes[i], tl.div_rn(lanes[i], step))
+        code, value = _rounded(scaled, drawn, i, S)
+        code, value = _known(scaled, code, value)
+        words = append_code(words, code, i, 4)
+    bits = tl.where(outer == outer, outer.to(tl.int32, bitcast=True), 0x7FC00000)
+    return words, (stored, bits), scale, 1.0
 
 
 @triton.jit

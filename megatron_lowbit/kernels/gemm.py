@@ -10,10 +10,18 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels import routes
+from megatron_lowbit.kernels.block_gemm import multiply_blocks
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.engine import Into, accumulate_into
 from megatron_lowbit.kernels.means import add_means
-from megatron_lowbit.kernels.operands import ExactBF16, GpuOperand, Transposed, exact_values, fold
+from megatron_lowbit.kernels.operands import (
+    ExactBF16,
+    GpuOperand,
+    Transposed,
+    exact_values,
+    fold,
+    scaled_blocks,
+)
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
@@ -180,8 +188,17 @@ def _finish(y: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, into: Into) -
     return y.contiguous() if into is None else accumulate_into(*into, y)
 
 
+def block_product(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dtype: torch.dtype, into: Into = None
+) -> Tensor:
+    """Multiply codes times their inner scales in BF16; each 128 products are scaled in FP32."""
+    y = multiply_blocks(*scaled_blocks(lhs), *scaled_blocks(rhs), dtype)
+    return y if into is None else accumulate_into(*into, y)
+
+
 GEMMS = {
     routes.TILES: tile_product,
+    routes.BLOCKS: block_product,
     routes.TENSORS: tensor_product,
     routes.ROWS: row_product,
     routes.FOLDED: folded_product,

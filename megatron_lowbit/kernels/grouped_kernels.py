@@ -49,7 +49,7 @@ def grouped_kernel(
     tile -= _number(table, i, FIRST_TILE, COUNT)
     rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)
     terms = _number(table, i, TERMS, COUNT)
-    row0, col0 = _tile_origin(tile, rows, columns, TM, TN)
+    row0, col0 = tile_origin(tile, rows, columns, TM, TN)
     if SCALED:
         a = _addresses(table, i, A, A_STEP, a_like, row0, TM, TK, COUNT)
         b = _addresses(table, i, B, B_STEP, b_like, col0, TN, TK, COUNT)
@@ -179,7 +179,7 @@ def stacked_kernel(
             within = tile - _number(table, i, FIRST_TILE, COUNT)
             tile += apart
             rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)
-            row0, col0 = _tile_origin(within, rows, columns, PARTS * TM, TN)
+            row0, col0 = tile_origin(within, rows, columns, PARTS * TM, TN)
             a_row, a_column = _number(table, i, A_ROW, COUNT), _number(table, i, A_COLUMN, COUNT)
             b_row, b_column = _number(table, i, B_ROW, COUNT), _number(table, i, B_COLUMN, COUNT)
             k0, left = 0, _number(table, i, STEPS, COUNT) - 1
@@ -234,7 +234,7 @@ def _number(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _tile_origin(tile, rows, columns, TM: tl.constexpr, TN: tl.constexpr):
+def tile_origin(tile, rows, columns, TM: tl.constexpr, TN: tl.constexpr):
     """Return the first row and column of a tile of a product (rows, columns)."""
     band = _NEIGHBOURS * tl.cdiv(columns, TN)
     first = tile // band * _NEIGHBOURS

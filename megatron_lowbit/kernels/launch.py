@@ -212,6 +212,8 @@ def tile_of(
             along = max(side.block, side.transform.size if side.transform else 0, side.lanes)
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
+    if lanes and any(side.from_numbers for side in sides):  # each number is divided
+        return (height, width), {"num_warps": height * width // 1024, "maxnreg": 128}
     if lanes:
         warps = 4 if longest > LANES else max(4, height * width // 2048)
         return (height, width), {"num_warps": warps, "maxnreg": _REGISTERS.get(longest, 80)}

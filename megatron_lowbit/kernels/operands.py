@@ -26,12 +26,15 @@ from megatron_lowbit.kernels.tiles import load_raw, store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
+from megatron_lowbit.numerics.block_formats.tetrajet2 import split_scales
 from megatron_lowbit.numerics.folding import fold_scale
 from megatron_lowbit.numerics.formats import ElementFormat
 
 COLUMNS, SCALES, VALUES = (tl.constexpr(i) for i in range(3, 6))
 DECODE_FIELDS = tl.constexpr(6)
 """Rows of the table of operands to decode, after their codes' addresses and rows; their number."""
+NUMBERS = 16
+"""Numbers that the functions of ``block_codes.py`` quantize, with a scale of their own."""
 DECODED_TILE = 16, 256
 """Rows and columns that a program decodes."""
 
@@ -95,6 +98,19 @@ def exact_values(operand: QuantizedTensor | Transposed | ExactBF16) -> ExactBF16
     scale = operand.tensor_scale if has_tensor_scale(operand.format) else None
     mean = None if operand.mean is None else operand.mean[None]
     return ExactBF16(values, scale, mean)
+
+
+def scaled_blocks(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """Decode codes times scales of 16 to BF16 (R, K); return also the FP32 scales of 128 of them.
+
+    K is padded to whole blocks. The products are exact.
+    """
+    outer, inner = split_scales(operand.scales)
+    values = torch.empty(_shape(operand), dtype=torch.bfloat16, device=operand.codes.device)
+    launch = _launcher(*values.shape, operand.format, None, values.device)
+    launch((operand.codes, inner.view(torch.uint8), values, None, None, None, None,
+            *values.shape, None))  # fmt: skip
+    return values, outer.squeeze(-1)
 
 
 def rounded_values(operand: QuantizedTensor) -> Tensor:
@@ -181,7 +197,8 @@ def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None, bool
     if kernel is None:
         raise ValueError(f"no kernel decodes {format}")
     scale = None if kernel.scale_element is None else element(kernel.scale_element)
-    return format.block, element(format.element), scale, kernel.multiplies_scales
+    block = NUMBERS if kernel.from_numbers else format.block
+    return block, element(format.element), scale, kernel.multiplies_scales
 
 
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:

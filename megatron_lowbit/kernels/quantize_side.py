@@ -105,7 +105,9 @@ def quantize_block(
         PER: tl.constexpr = 8 if E.bits == 4 and S.fold is None else 4
         packed = side_by_side(outs, LENGTH // PER)
         store_groups(side.codes, packed, r, at // PER, R, columns // PER, EVEN)
-        if S.fold is None and S.repeats_scales:
+        if S.from_numbers and BLOCK > LENGTH:
+            _store_both_scales(stored, at, r, R, side, LENGTH, S)
+        elif S.fold is None and S.repeats_scales:
             store_groups(side.scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
         elif S.fold is None:
             # Scales of 1xN blocks with rows fastest; one of each block.
@@ -118,6 +120,19 @@ def quantize_block(
     elif tl.program_id(0) == first_program:
         # Every program has the same; the first writes it.
         tl.store(side.tensor_scale, decode)
+
+
+@triton.jit
+def _store_both_scales(stored, at, r, R, side, LENGTH: tl.constexpr, S: tl.constexpr):
+    """Store the scale bytes of LENGTH elements behind the four of their block."""
+    BLOCK: tl.constexpr = S.block
+    BYTES: tl.constexpr = 4 + BLOCK // LENGTH
+    inner, outer = stored
+    start = side.scales + (r.to(tl.int64) * (side.columns // BLOCK) + at // BLOCK) * BYTES
+    inside = (r < R) & (at < side.columns)
+    tl.store(start + 4 + at % BLOCK // LENGTH, inner.to(tl.uint8), mask=inside)
+    start = start.to(tl.pointer_type(tl.int32))
+    tl.store(start, outer, mask=inside & (at % BLOCK == 0))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from megatron_lowbit.numerics import Request, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
+from megatron_lowbit.numerics.block_formats.tetrajet2 import TetraJet2
 from megatron_lowbit.numerics.formats import E5M2
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -58,6 +59,7 @@ TILES = Route("FP8 tiles", "FP32, promoted every 128 products")
 TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted")
 ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted")
 FOLDED = Route("folded to FP8 tensors", TENSORS.accumulation, Form.FOLDED)
+BLOCKS = Route("BF16 blocks", "FP32, promoted every 128 products")
 EXACT = Route("exact BF16", "FP32", Form.BF16)
 DEQUANTIZED = Route("dequantized to FP32", "FP32")
 
@@ -88,6 +90,7 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool =
         ROWS: fp8 and hopper and both(FP8Row),
         FOLDED: folding and folds and all(f.folds or isinstance(f, FP8Tensor) for f in (lhs, rhs)),
         TILES: tiles,
+        BLOCKS: hopper and both(TetraJet2),
         EXACT: supported and all(f is None or f.exact_in_bf16 for f in (lhs, rhs)),
         DEQUANTIZED: True,
     }

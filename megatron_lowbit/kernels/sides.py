@@ -18,7 +18,7 @@ from megatron_lowbit.kernels.hadamard import (
     Transform,
 )
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.operands import ExactBF16, element, has_tensor_scale
+from megatron_lowbit.kernels.operands import NUMBERS, ExactBF16, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import QuantizeSpec, SideArguments
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.scales import ScaleOptions
@@ -203,9 +203,11 @@ def _spec(request: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
     options: tuple = kernel.options
     if kernel.scale_element is not None:
         options = ScaleOptions(element(kernel.scale_element), *options)
-    lanes = min(format.block, LANES) if format.block > 1 else 0
+    block_lanes = min(format.block, NUMBERS if kernel.from_numbers else LANES)
+    lanes = block_lanes if format.block > 1 else 0
     if hadamard is not None and lanes:
-        lanes = max(lanes, hadamard.size) if format.block <= LANES else 0
+        fits = format.block <= LANES or (kernel.from_numbers and hadamard.size <= lanes)
+        lanes = max(lanes, hadamard.size) if fits else 0
     return QuantizeSpec(
         scales=getattr(import_module(module), name),
         from_numbers=kernel.from_numbers,
@@ -219,7 +221,7 @@ def _spec(request: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
         stochastic=request.quantizer.rounding is Rounding.STOCHASTIC,
         transform=transform_of(hadamard),
         lanes=lanes if lanes <= MAX_LANES.value else 0,
-        block_lanes=min(format.block, LANES),
+        block_lanes=block_lanes,
         values=form is Form.BF16,
         fold=element(stored.element) if form is Form.FOLDED else None,
         fold_scale=fold_scale(format, stored) if form is Form.FOLDED else 1.0,

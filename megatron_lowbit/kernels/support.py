@@ -11,6 +11,7 @@ from megatron_lowbit.numerics.block_formats.ms_eden import AMAX_ELEMENT, AMAX_SC
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.block_formats.quartet2 import MAX_SCALE, Quartet2
+from megatron_lowbit.numerics.block_formats.tetrajet2 import TetraJet2
 from megatron_lowbit.numerics.block_formats.ue5m3 import SCALE, UE5M3, UE5M3_MAX
 from megatron_lowbit.numerics.formats import E2M1, E4M3, ElementFormat
 
@@ -19,7 +20,7 @@ class FormatKernel(NamedTuple):
     """The Triton side of a format.
 
     ``scales`` names a function, as ``module:function``: of the amaxes of blocks
-    (``kernels/scales.py``) or, where ``from_numbers``, of the numbers of a block
+    (``kernels/scales.py``) or, where ``from_numbers``, of 16 numbers of a block
     (``kernels/block_codes.py``). It gets ``options``. ``scale_element`` is the element format of
     stored scales, None for powers of two and FP32. Decoding multiplies block and tensor scale first
     where ``multiplies_scales``, and rounds there.
@@ -96,6 +97,11 @@ def _(format: MSEden) -> FormatKernel:
     options = (TOP,) if format.arithmetic == "torchao" else (AMAX_SCALE, AMAX_ELEMENT)
     name = f"{_BLOCK_CODES}ms_eden_{format.arithmetic}"
     return FormatKernel(name, options, E4M3, from_numbers=True)
+
+
+@kernel_of.register
+def _(format: TetraJet2) -> FormatKernel:
+    return FormatKernel(f"{_BLOCK_CODES}tetrajet2", (E4M3.max, E2M1.max), E4M3, from_numbers=True)
 
 
 def has_kernel(quantizer: Quantizer) -> bool:

@@ -28,6 +28,7 @@ _ROUTED = {
     routes.ROWS: "fp8 per row",
     routes.FOLDED: FOLDED,
     routes.EXACT: EXACT,
+    routes.BLOCKS: "bf16 1x128 . 1x128",
     routes.DEQUANTIZED: "fp32",
 }
 """The engine's routes, and the names of their GEMMs in ``hardware.yaml``."""

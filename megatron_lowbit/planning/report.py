@@ -262,7 +262,7 @@ def routing_notes(run: Plan) -> Iterator[str]:
     fp8 = run.device.flops(FOLDED) / 1e12
     for (family, name), bits in sorted(routed.items()):
         start = f"recipe {run.recipe.name}: {family} runs as"
-        if name == EXACT:
+        if name.startswith(EXACT):
             rate = run.device.flops(name) / 1e12
             yield (
                 f"{start} BF16 on {name_of_gpu} ({rate:.0f} TFLOP/s, FP8: {fp8:.0f}): slower than "

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megatron_lowbit.console import print_report
 from megatron_lowbit.errors import require, say
-from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, route
+from megatron_lowbit.kernels.routes import BLOCKS, DEQUANTIZED, EXACT, route
 from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes import load
@@ -22,7 +22,7 @@ from megatron_lowbit.recipes.recipe import NORMALIZED, Recipe
 from megatron_lowbit.recipes.te_config import te_config
 
 _HOPPER = (9, 0)
-_PRODUCTS = {EXACT: "BF16", DEQUANTIZED: "FP32"}
+_PRODUCTS = {EXACT: "BF16", BLOCKS: "BF16", DEQUANTIZED: "FP32"}
 """Number formats of the routes that do not use FP8 tensor cores."""
 _COLUMNS = ("GEMM", "operand", "format", "bits")
 _LAYERS_WIDTH = 16  # columns at least, where a narrow terminal cannot hold all

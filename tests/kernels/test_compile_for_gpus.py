@@ -32,6 +32,8 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "quartet2": ("quartet2", {}, "nearest", None, "BF16 CODES"),
     "ms-eden": ("ms-eden", {}, "stochastic", 128, "BF16 CODES"),
     "torchao": ("ms-eden", {"arithmetic": "torchao"}, "stochastic", 128, "BF16 CODES"),
+    "tetrajet2": ("tetrajet2", {}, "stochastic", 16, "CODES CODES"),
+    "tetrajet2 plain": ("tetrajet2", {}, "nearest", None, "CODES CODES"),
     "nvfp4-4/6 long": ("nvfp4", {"four_over_six": "mae"}, "nearest", 128, "BF16 CODES"),
     "two transforms": ("mxfp4", {}, "stochastic", 16, "CODES CODES"),
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
@@ -46,7 +48,9 @@ STACK = 64
 """Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
-OTHERS = ROWS, SWIGLU, NORM, LOSS, TABLES = "rows", "swiglu", "norm", "loss", "tables"
+OTHERS = ROWS, SWIGLU, NORM, LOSS, BLOCKS, TABLES = (
+    "rows", "swiglu", "norm", "loss", "blocks", "tables",
+)  # fmt: skip
 QUICK = ["nvfp4", "fp8", *OTHERS]
 
 
@@ -94,6 +98,7 @@ def main(cases: list[str]) -> None:
 
     from megatron_lowbit.kernels import (
         amaxes,
+        block_gemm,
         conditional,
         device_tables,
         embedding,
@@ -157,6 +162,7 @@ def main(cases: list[str]) -> None:
         (launch, ["quantize_kernel"]),
         (launch_sections, ["quantize_kernel", "amax_kernel"]),
         (amaxes, ["amax_kernel"]),
+        (block_gemm, ["block_gemm_kernel"]),
         (conditional, ["_record_kernel"]),
         (device_tables, ["table_kernel"]),
         (embedding, ["_add_rows_kernel"]),
@@ -245,6 +251,12 @@ def main(cases: list[str]) -> None:
             assert [kernel.wide_reads for kernel in kernels] == [4, 2], "reads under 16 bytes"
             assert all(kernel.registers <= 32 for kernel in kernels), "fewer threads than fit"
         print(LOSS)
+    if BLOCKS in cases:
+        scales = torch.empty(256, 16, device="meta"), torch.empty(384, 16, device="meta")
+        a, b = (torch.empty(len(s), 2048, dtype=torch.bfloat16, device="meta") for s in scales)
+        block_gemm.multiply_blocks(a, scales[0], b, scales[1], torch.bfloat16)
+        assert block_gemm.block_gemm_kernel.single_reads == 0, "operands are read one by one"
+        print(BLOCKS)
     if TABLES in cases:
         for count in (4, 128, 256):
             rows = DeviceRows(torch.empty(count, dtype=torch.int64, device="meta"), 4096)

@@ -46,6 +46,8 @@ PAIRS = {
     ("nvfp4 foldable-up", "nvfp4"): "exact BF16",
     ("nvfp4-ue5m3", "nvfp4-ue5m3-2d"): "exact BF16",
     ("ms-eden", "quartet2"): "exact BF16",
+    ("tetrajet2", "tetrajet2"): "BF16 blocks",
+    ("tetrajet2", None): "dequantized to FP32",
     ("nvfp4 rows", "nvfp4-2d"): "exact BF16",
     ("nvfp4 rows", "nvfp4 rows"): "exact BF16",
 }
@@ -76,6 +78,7 @@ BOUNDS = {
     "FP8 rows": lambda length: -(-length // PRODUCTS) * STEP,
     "folded to FP8 tensors": lambda length: -(-length // PRODUCTS) * STEP,
     "exact BF16": lambda length: 1e-5,
+    "BF16 blocks": lambda length: 1e-5,
     "dequantized to FP32": lambda length: 1e-5,
 }
 
@@ -97,6 +100,27 @@ def test_routes(pair):
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
 def test_tiles_and_rows_have_tensor_cores_on_hopper_only(pair, capability):
     assert FusedEngine(capability).route(*names(pair)).name == "dequantized to FP32"
+
+
+@pytest.mark.parametrize("shape", [(40, 24, 200), (130, 136, 256)], ids=str)
+def test_blocks_of_two_scales_are_multiplied(shape):
+    """Rows have other magnitudes, and the scales of 128 are no numbers of BF16."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(3)
+    rows, columns, terms = shape
+    pair = []
+    for height in (rows, columns):
+        x = torch.randn(height, terms, generator=generator) * torch.arange(1.0, height + 1)[:, None]
+        pair.append(Quantizer(FORMATS["tetrajet2"])(x.to(device)))
+    left, right = (operand.dequantize().double() for operand in pair)
+    engine, before = FusedEngine(HOPPER), torch.randn(rows, columns, device=device)
+    bound = 1e-5 * (left.abs() @ right.abs().t() + before.abs())
+    expected = left @ right.t()
+    product = engine.gemm(*pair, out_dtype=torch.float32)
+    assert ((product - expected).abs() <= bound).all()
+    total = before.clone()
+    engine.gemm(*pair, into=(total, True))
+    assert ((total - before - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize(
@@ -196,9 +220,9 @@ def test_products(pair, dtype, shape):
 
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row",
            "nvfp4-4over6", "quartet2", "nvfp4-ue5m3", "torchao-v2", "nvfp4-backward",
-           "averis"]  # fmt: skip
+           "averis", "tetrajet2"]  # fmt: skip
 RECIPES += [name for name in shipped_recipes() if name.startswith("qat-")]
-WITHOUT_KERNELS = ["tetrajet2", "if4"]
+WITHOUT_KERNELS = ["if4"]
 CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),

@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Rows of whole programs and of one that is not; of fewer where the interpreter runs them in turn.
 RAGGED = 37 if DEVICE == "cuda" else 9
 NAMES = ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4", "nvfp4", "nvfp4-ue5m3", "quartet2",
-         "fp8-1x128-e4m3"]  # fmt: skip
+         "fp8-1x128-e4m3", "tetrajet2"]  # fmt: skip
 
 
 def values(rows, columns, dtype=torch.bfloat16):

@@ -159,6 +159,7 @@ def test_fp16_holds_what_codes_are_folded_by(dtype):
 TRANSFORMED = (
     "nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8 64x64", "fp8-tensor-e5m2",
     "fp8-row-e4m3", "nvfp4-2d mse", "ms-eden", "ms-eden torchao", "nvfp4 rows", "nvfp4 mae rows",
+    "tetrajet2",
 )  # fmt: skip
 # One transform for each format, and one format with them all.
 ONE_EACH = {*zip(TRANSFORMED, cycle(TRANSFORMS), strict=False), *product(["nvfp4"], TRANSFORMS)}
@@ -206,6 +207,7 @@ NOT_FINITE = ALL if DEVICE == "cuda" else [
     "nvfp4", "mxfp8 rceil", "fp8 pow2", "fp8-tensor-e4m3", "fp8-row-e4m3", "mxfp4 three quarters",
     "fp8-128x128-e5m2", "fp8 32x32 pow2", "nvfp4 16/17", "nvfp4 mse", "nvfp4-2d abs_max",
     "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden", "ms-eden torchao", "nvfp4 rows",
+    "tetrajet2",
 ]  # fmt: skip
 
 
@@ -228,7 +230,7 @@ def test_what_is_not_finite(name, value):
 
 @pytest.mark.parametrize(
     "name", ["nvfp4 16/17", "nvfp4 mse", "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden",
-             "ms-eden torchao"],
+             "ms-eden torchao", "tetrajet2"],
 )  # fmt: skip
 @pytest.mark.parametrize("amax", [2.0**-140, 2.0**126])
 def test_tensors_at_the_ends_of_fp32(name, amax):

@@ -36,6 +36,7 @@ CASES = {  # format, options, rounding, transform's size, forms of both sides
     "ue5m3-2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES BF16"),
     "quartet2": ("quartet2", {}, "nearest", None, "BF16 CODES"),
     "ms-eden": ("ms-eden", {}, "stochastic", 128, "CODES BF16"),
+    "tetrajet2": ("tetrajet2", {}, "stochastic", 16, "CODES CODES"),
     "nvfp4-2d": ("nvfp4-2d", {}, "nearest", None, "CODES CODES"),
     "fp8 tiles": ("fp8-1x128-e4m3", {"scale_format": "pow2"}, "nearest", None, "CODES FOLDED"),
     "fp8 tensor": ("fp8-tensor-e5m2", {}, "nearest", None, "CODES CODES"),

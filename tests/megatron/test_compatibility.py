@@ -281,7 +281,7 @@ def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
             "nvfp4", SWITCH, {"cuda_graph_impl": "transformer_engine", "num_experts": 4},
             "where the recipe switches; use no switch",
         ),
-        ("tetrajet2", FRESH, {}, "fresh signs of a format without kernels"),
+        ("if4", FRESH[1:], {}, "fresh signs of a format without kernels"),
     ],
 )  # fmt: skip
 def test_what_cuda_graphs_refuse(recipe, overrides, change, reason):

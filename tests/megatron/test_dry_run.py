@@ -270,7 +270,7 @@ def test_a_recipe_for_layers_that_the_model_lacks_is_refused(tmp_path, capsys):
 def test_cuda_graphs_are_described_where_they_cannot_run(capsys):
     """They spare the CPU its launches, and refuse what they refuse on a GPU."""
     graphs = f"{LAYERS} --fp4-recipe nvfp4 --cuda-graph-impl local"
-    fresh = "--precision-recipe tetrajet2 --recipe-set dgrad.hadamard.signs=fresh"
+    fresh = "--precision-recipe if4 --recipe-set wgrad.hadamard.signs=fresh"
     with pytest.raises(UserError, match="fresh signs of a format without kernels"):
         run(f"{LAYERS} --cuda-graph-impl local {fresh}", capsys)
 

@@ -32,7 +32,7 @@ OPERANDS = [("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad"), ("dgrad"
 HIGH = [(*operand, "bf16", "16") for operand in OPERANDS]
 FORMATS_OF_NVFP4 = ("nvfp4", "nvfp4-2d", "nvfp4 SR", "nvfp4-2d", "nvfp4 SR", "nvfp4")
 HOPPER = (
-    (r"fp8-.*|mxfp.*|nvfp4-fold", "FP8"), (r"tetrajet2|if4|qat-int4-.*", "FP32"),
+    (r"fp8-.*|mxfp.*|nvfp4-fold", "FP8"), (r"if4|qat-int4-.*", "FP32"),
     (r"nemotron3-super|nvfp4-backward|qat-(?:fp8|mxfp).*-activations", "BF16, FP8"),
 )  # fmt: skip
 """Number formats of GEMMs on an H100 by names of recipes; of all other recipes it is BF16."""

@@ -59,12 +59,21 @@ class TetraJet2(BlockFormat):
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/128, 8, 16)."""
-        stored = scales.unflatten(-1, (scales.shape[-1] // _SCALE_BYTES, _SCALE_BYTES))
-        outer: Tensor = stored[..., :_OUTER_BYTES].contiguous().view(torch.float32)
-        inner: Tensor = stored[..., _OUTER_BYTES:].contiguous().view(torch.float8_e4m3fn)
+        outer, inner = split_scales(scales)
         tiles = codes.unflatten(-1, (codes.shape[-1] // OUTER, _INNER_BLOCKS, INNER))
         values = decode(tiles, E2M1)
         return values * (outer * inner.to(torch.float32)).unsqueeze(-1)
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the stored scales of (rows, columns), whole blocks along columns."""
+        return rows, columns // OUTER * _SCALE_BYTES
+
+
+def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return stored scales as o, FP32 (R, K/128, 1), and i, float8_e4m3fn (R, K/128, 8)."""
+    stored = scales.unflatten(-1, (scales.shape[-1] // _SCALE_BYTES, _SCALE_BYTES))
+    outer = stored[..., :_OUTER_BYTES].contiguous().view(torch.float32)
+    return outer, stored[..., _OUTER_BYTES:].contiguous().view(torch.float8_e4m3fn)
 
 
 FORMATS = (TetraJet2("tetrajet2", E2M1, 1),)
