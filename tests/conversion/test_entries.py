@@ -10,6 +10,7 @@ from tiny_models import LINEAR, LLAMA3, MODELS, ROPE, TOKENS, entries_of, make_m
 
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.errors import UserError
+from tests.marks import others_slow
 
 WINDOWS = ["sliding_attention", "full_attention"] * 2
 OTHERS = {
@@ -65,7 +66,7 @@ def logits(name: str, weights: dict[str, torch.Tensor], **change: Any) -> torch.
         return None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, [*MODELS][::3]))
 def test_entries_that_change_logits_are_read_or_refused(name):
     torch.manual_seed(0)
     model = make_model(name)

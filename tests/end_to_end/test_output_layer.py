@@ -14,6 +14,7 @@ from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
 from megatron_lowbit.recipes import load_recipe
+from tests.marks import by_turns
 from tests.short_runs import hooked_runs
 
 RECIPE = ("--precision-recipe", "nvfp4", "--recipe-set", "output_layer=fp8-tile")
@@ -77,11 +78,10 @@ class Watch:
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [(), MTP, HYBRID, ("--global-batch-size", 4)],
-    ids=["gpt", "predictions", "hybrid", "two-microbatches"],
+    ("extra", "tied"),
+    by_turns([MTP, (), HYBRID, ("--global-batch-size", 4)], [False, True]),
+    indirect=["tied"],
 )
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"], indirect=True)
 def test_it_computes_as_a_linear_layer_of_that_precision(tied, extra, pretrain_here):
     """Bit for bit; the weight's gradient is the sum over calls and, if tied, of the embedding."""
     with hooked_runs(watch := Watch()):

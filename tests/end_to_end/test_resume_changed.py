@@ -29,7 +29,7 @@ from megatron_lowbit.recipes.record import recipe_from, record_of
 # isort: split
 from megatron.core.transformer import MLATransformerConfig
 
-from tests.marks import others_slow
+from tests.marks import by_turns, others_slow
 
 SAVED = 1
 OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
@@ -137,8 +137,10 @@ def test_other_samples_of_the_same_data_are_other_data(resumed, name):
     refused_but_for("data", resumed, name, *SAMPLES[name])
 
 
-@pytest.mark.parametrize("begins", ["goes on", "finetune", "skip_train", "pretrained"])
-@pytest.mark.parametrize("name", OF_THE_MODEL)
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    by_turns(OF_THE_MODEL, ["goes on", "finetune", "skip_train", "pretrained"]),
+)
 def test_weights_of_a_model_that_computes_something_else_are_refused(resumed, name, begins):
     """The shapes of the tensors are the same."""
     setattr(resumed, begins, True)

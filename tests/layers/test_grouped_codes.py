@@ -18,6 +18,7 @@ from megatron_lowbit.layers.grouped import can_group
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.recipes import Layer, load_recipe
+from tests.marks import by_turns
 
 TOKENS = [20, 0, 7, 37]
 NOTHING = [None] * len(TOKENS)
@@ -122,8 +123,7 @@ def test_kernels_have_the_same_results_for_codes():
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("engine", [REFERENCE, FUSED], ids=["reference", "fused"])
-@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp8"])
+@pytest.mark.parametrize(("recipe", "engine"), by_turns(["fp8-tile", "mxfp8"], [REFERENCE, FUSED]))
 def test_a_rank_without_tokens(recipe, engine):
     context, (x, grad, weights) = context_of(recipe, engine), draws(torch.bfloat16, DEVICE)
     codes = codes_of(context, x[:0])
@@ -132,8 +132,9 @@ def test_a_rank_without_tokens(recipe, engine):
     assert not any(wgrad.any() for wgrad in wgrads)
 
 
-@pytest.mark.parametrize("columns", [128, 160])
-@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp8", "fp8-tile-e4m3", "mxfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "columns"), by_turns(["fp8-tile", "mxfp8", "fp8-tile-e4m3", "mxfp4"], [128, 160])
+)
 def test_codes_lie_where_one_launch_writes_those_of_the_experts(recipe, columns):
     context, (x, *_) = context_of(recipe, FUSED), draws(torch.bfloat16, DEVICE, columns)
     group, rows = group_of(context), rows_of(tuple(TOKENS))

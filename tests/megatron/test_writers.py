@@ -27,6 +27,7 @@ from megatron_lowbit.storage.lock import FolderLock, output_lock, temporary_fold
 from megatron_lowbit.storage.resumable_output import JOURNAL, ResumableOutput, resumable_output
 from megatron_lowbit.study.definition import Job
 from megatron_lowbit.study.runner import run
+from tests.marks import by_turns
 
 METRICS = '{"iteration": 1, "lm_loss": 2.5, "consumed_tokens": 1}\n'
 
@@ -124,13 +125,15 @@ WRITERS: list[tuple[Callable[[Path], object], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["file", "folder", "nothing"])
 @pytest.mark.parametrize(
-    ("write", "name"), [(write, name) for write, names in WRITERS for name in names]
+    ("written", "target"),
+    by_turns(
+        [(write, name) for write, names in WRITERS for name in names], ["file", "folder", "nothing"]
+    ),
 )
 @pytest.mark.usefixtures("single_process")
-def test_links_are_not_followed(tmp_path, write, name, target):
-    victim, folder = tmp_path / "victim", tmp_path / "folder"
+def test_links_are_not_followed(tmp_path, written, target):
+    (write, name), victim, folder = written, tmp_path / "victim", tmp_path / "folder"
     (folder / "dir").mkdir(parents=True)
     if target == "file":
         victim.write_text(METRICS)

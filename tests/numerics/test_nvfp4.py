@@ -11,6 +11,7 @@ import torch
 from megatron_lowbit.numerics import Draw, Quantizer, Rounding, formats, quantize
 from megatron_lowbit.numerics.block_formats import nvfp4
 from megatron_lowbit.numerics.randomness import uniform
+from tests.marks import by_turns
 from tests.numerics.conftest import GRIDS, INPUTS, Golden, bits, bytes_of, codes_of, nearest_codes
 
 FORMATS = {format.name: format for format in nvfp4.FORMATS}
@@ -89,19 +90,30 @@ def test_against_scalars_on_random_data(format, exponent):
         assert scales.max() == 0x7E
 
 
-@pytest.mark.parametrize("options", [{}, {"four_over_six": "mae", "max_scale": 256}], ids=str)
-@pytest.mark.parametrize("hadamard", [None, 16])
-@pytest.mark.parametrize("name", INPUTS)
-def test_each_row_is_a_tensor(name, hadamard, options):
+FOUR_OVER_SIX = {"four_over_six": "mae", "max_scale": 256}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    by_turns(
+        INPUTS,
+        [
+            {"hadamard": hadamard, **options}
+            for hadamard in (None, 16)
+            for options in ({}, FOUR_OVER_SIX)
+        ],
+    ),
+)
+def test_each_row_is_a_tensor(name, settings):
     """Row by row the bits of the golden format, of tokens and features, with and without RHT."""
     for axis in (1, 0):
-        x, settings = GOLDEN.x(name), {"axis": axis, "hadamard": hadamard, **options}
-        q = quantize(x, "nvfp4", row_scaled=True, **settings)
+        x = GOLDEN.x(name)
+        q = quantize(x, "nvfp4", row_scaled=True, axis=axis, **settings)
         lines = x.split(1, 1 - axis)
         assert len(lines) == len(q.tensor_scale)
         decoded = q.dequantize()
         for row, line in enumerate(lines):
-            alone = quantize(line, "nvfp4", **settings)
+            alone = quantize(line, "nvfp4", axis=axis, **settings)
             assert torch.equal(q.codes[[row]], alone.codes)
             np.testing.assert_array_equal(bytes_of(q.scales[[row]]), bytes_of(alone.scales))
             assert q.tensor_scale[row].equal(alone.tensor_scale[None])

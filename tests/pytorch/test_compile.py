@@ -12,6 +12,7 @@ from megatron_lowbit import LowbitLinear, convert
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import compiled
 from megatron_lowbit.recipes import LinearPrecision, load_precision, load_recipe, shipped_recipes
+from tests.marks import others_slow
 
 CASES = {
     f"{name}-{config}": precision
@@ -58,7 +59,9 @@ def check(model: Model, autocast: bool = False) -> None:
         assert torch.equal(result, right)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "qat", "fp8-row", "averis"])
+@pytest.mark.parametrize(
+    "name", others_slow(["mxfp8", "qat", "fp8-row", "averis"], ["qat", "averis"])
+)
 def test_eager_bits(name, reference):
     """Scales of blocks, values of fprop in dgrad, no transpose of codes, split means and draws."""
     check(model_in(load_precision(name)))
