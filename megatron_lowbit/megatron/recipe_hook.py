@@ -288,8 +288,8 @@ class RecipeHook:
         for line in _describe(self.recipe, self.engine, layers, self.args, capability):
             console.print(line)
         for rows, columns in sorted(misfits):
-            console.print(f"  weights of {rows} x {columns}: this project's kernels, as "
-                          "Transformer Engine's need multiples of 16")  # fmt: skip
+            why = "Transformer Engine's take multiples of 16, in MXFP8 of 32"
+            console.print(f"  weights of {rows} x {columns}: this project's kernels; {why}")
         for feature in self.features:
             for line in feature.describe():
                 console.print(line)

@@ -26,12 +26,18 @@ class Native:
     Also those that are the defaults, for environment variables may have changed those.
     ``power_2_scale`` goes into the quantization parameters of all three roles, where not None.
     ``megatron`` are the fields of megatron-core's TEQuantizationRecipe that say the same, or None.
+    ``multiple``: what Transformer Engine refuses a weight for whose dimensions are no multiples.
     """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     power_2_scale: bool | None = None
     megatron: dict[str, Any] | None = None
+    multiple: int = 16
+
+    def multiplies(self, weight: Sequence[int]) -> bool:
+        """Return True if Transformer Engine multiplies a weight of this shape in all GEMMs."""
+        return all(size % self.multiple == 0 for size in weight)
 
 
 class _NativeFormat(NamedTuple):
@@ -81,14 +87,6 @@ def layer_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Nat
     of it are pickles.
     """
     return None if precision.history_length else native_recipe(precision, capability)
-
-
-def multiplies(weight: Sequence[int]) -> bool:
-    """Return True if Transformer Engine multiplies a quantized weight of this shape in all GEMMs.
-
-    Each dimension is the contiguous one of an operand in FP8 or FP4, which must fill 16 bytes.
-    """
-    return all(size % 16 == 0 for size in weight)
 
 
 def folds_on_hopper(precision: LinearPrecision, capability: tuple[int, int]) -> bool:
@@ -197,7 +195,7 @@ def _mxfp8(read: _Reader) -> Native:
     read.refuse(rounding != "rceil", f"scale_rounding: {rounding}")
     square = read.square_weights("square blocks")
     arguments["enable_2d_quantization"] = square
-    return Native(read.name, arguments, megatron=None if square else megatron)
+    return Native(read.name, arguments, megatron=None if square else megatron, multiple=32)
 
 
 def _nvfp4(read: _Reader) -> Native:

@@ -34,7 +34,7 @@ from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert
 from megatron_lowbit.megatron.layers.state import LayerPlan, LayerState, device_of, split_features
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.recipes.te_config import custom_recipe, module_config
-from megatron_lowbit.transformer_engine.native import layer_recipe, multiplies
+from megatron_lowbit.transformer_engine.native import layer_recipe
 from megatron_lowbit.transformer_engine.norm import normalized
 from megatron_lowbit.transformer_engine.recipe import build
 
@@ -94,7 +94,7 @@ class TELayerState(LayerState):
         module, layer = self.module, self.plan.layer
         if precision.quantized:
             self.native = layer_recipe(precision, torch.cuda.get_device_capability())
-        if self.native is not None and not multiplies(module.weight.shape):
+        if self.native is not None and not self.native.multiplies(module.weight.shape):
             self.native, self.misfit = None, (module.weight.shape[0], module.weight.shape[1])
         super().set_precision(precision)
         if precision.quantized and self.native is None:
