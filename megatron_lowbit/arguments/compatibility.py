@@ -255,8 +255,8 @@ def mxnorm(args: Namespace, recipe: Recipe) -> Rows:
     if not args.mxnorm:
         return {}
     return {
-        "fallback: bf16 does not go with --mxnorm: its input is never whole": any(
-            precision.falls_back for precision in recipe.precisions()
+        "fallback and hot_channels do not go with --mxnorm: its input is never whole": any(
+            precision.keeps_sources for precision in recipe.precisions()
         ),
         "--mxnorm needs --transformer-impl local": args.transformer_impl != "local",
         "--mxnorm needs --normalization RMSNorm": args.normalization != "RMSNorm",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine, Into, Transposed, accumulate_into
 from megatron_lowbit.layers.fallback import WithSource, recompute_unless_finite, without_source
+from megatron_lowbit.layers.hot_channels import add_hot_channels
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 from megatron_lowbit.numerics import (
     Amaxes,
@@ -132,9 +133,9 @@ class LinearContext:
         )
 
     def with_source(self, gemm: Gemm | None, operand: Any, source: Tensor) -> Any:
-        """Return an operand with the tensor in high precision where its GEMM may fall back."""
-        falls_back = gemm is not None and self.precision.gemms[gemm].fallback
-        return WithSource(operand, source) if falls_back else operand
+        """Return an operand with the tensor in high precision where its GEMM may read it."""
+        keeps = gemm is not None and self.precision.gemms[gemm].keeps_sources
+        return WithSource(operand, source) if keeps else operand
 
     def request(
         self, gemm: Gemm, role: Role, rows: int, needs_codes: bool = False
@@ -233,9 +234,11 @@ class LinearContext:
             right = engine.transposed(right.of)
         if self.plan()[name, GEMM_ROLES[name][1]].source is Source.DEQUANTIZED:
             right = engine.transpose(right, left)
-        if into is not None and precision.accumulation is None and precision.fallback is None:
+        if into is not None and precision.accumulation is None and not precision.keeps_sources:
             return engine.gemm(left, right, None, None, torch.float32, precision.folding, into)
         y = engine.gemm(left, right, bias, precision.accumulation, dtype, precision.folding)
+        if precision.hot_channels is not None:
+            y = add_hot_channels(y, lhs, rhs, precision.hot_channels)
         if precision.fallback is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, lhs, rhs, bias, count)

@@ -137,7 +137,7 @@ def can_group(context: LinearContext) -> bool:
     shares = precision.dgrad.uses_fprop or precision.wgrad.rhs_of_fprop
     return (
         not (shares or precision.wgrad.lhs_of_dgrad)
-        and not precision.falls_back
+        and not precision.keeps_sources
         and not isinstance(context.key, Tensor)
         and not any(context.shares_amax(side.gemm, side.role) for side in precision.operands())
     )

@@ -161,7 +161,7 @@ def quantize_dgrad_weight(context: LinearContext, weight: Tensor, saved: Any = N
     """
     if saved is not None:
         # Codes may have taken the memory of a weight that no fallback needs.
-        return WithSource(saved, weight.t()) if context.precision.dgrad.fallback else saved
+        return WithSource(saved, weight.t()) if context.precision.dgrad.keeps_sources else saved
     source = context.plan()[Gemm.DGRAD, Role.WEIGHT].source
     if source in (Source.DEQUANTIZED, Source.REQUANTIZED):
         by_row, _ = context.quantize(weight, Role.WEIGHT, Gemm.FPROP, None, needs_codes=True)

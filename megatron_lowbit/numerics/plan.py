@@ -95,11 +95,13 @@ def _inputs(
     fprop, wgrad = precision.fprop, precision.wgrad
     source, split = _source(wgrad.rhs_of_fprop, wgrad.requantizes_rhs), split_tokens > 0
     reuses = source is not Source.TENSOR
-    gathers = split and not fprop.fallback and _gathers_codes(precision, Gemm.FPROP, split_tokens)
+    gathers = (
+        split and not fprop.keeps_sources and _gathers_codes(precision, Gemm.FPROP, split_tokens)
+    )
     saved = Saved.TENSOR
     if not saves_input and reuses and (gathers or not split):
         saved = Saved.FPROP
-    elif not (saves_input or reuses or wgrad.rhs is None or wgrad.fallback) and (
+    elif not (saves_input or reuses or wgrad.rhs is None or wgrad.keeps_sources) and (
         not split or _gathers_codes(precision, Gemm.WGRAD, split_tokens)
     ):
         saved = Saved.OPERAND

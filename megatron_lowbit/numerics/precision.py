@@ -27,9 +27,10 @@ class GemmPrecision:
     values of fprop, in BF16, along its own axis: the backward pass then sees what the forward pass
     multiplied. ``lhs_of_dgrad`` of wgrad multiplies the values that dgrad's quantized gradient has,
     blocks along dgrad's axis. ``fallback`` computes a product that is not finite again from
-    operands in high precision. For study: ``accumulation``, where None leaves it to the engine; and
-    ``folding``, which may be False to multiply operands with power-of-two scales without folding
-    them.
+    operands in high precision. ``hot_channels`` is the share of fprop's channels whose quantization
+    errors a second product makes good (``layers/hot_channels.py``). For study: ``accumulation``,
+    where None leaves it to the engine; and ``folding``, which may be False to multiply operands
+    with power-of-two scales without folding them.
     """
 
     lhs: Quantizer | None = None
@@ -43,8 +44,14 @@ class GemmPrecision:
     requantizes_rhs: bool = False
     lhs_of_dgrad: bool = False
     fallback: Literal["bf16"] | None = None
+    hot_channels: float | None = None
 
     def __post_init__(self) -> None:
+        if self.hot_channels is not None:
+            if self.lhs is None or self.rhs is None:
+                raise ValueError("hot_channels needs both operands of its GEMM quantized")
+            if self.hadamard is not None or self.lhs.splits_mean:
+                raise ValueError("hot_channels: not with a hadamard transform or split_mean")
         if self.hadamard is not None and (self.lhs is None or self.rhs is None):
             raise ValueError("a hadamard transform needs both operands of its GEMM quantized")
         if self.hadamard is not None and any(side.splits_mean for side in self.sides if side):
@@ -65,6 +72,11 @@ class GemmPrecision:
     def quantized(self) -> bool:
         """True if any operand is quantized."""
         return self.lhs is not None or self.rhs is not None
+
+    @property
+    def keeps_sources(self) -> bool:
+        """True if the GEMM may read its operands in high precision."""
+        return self.fallback is not None or self.hot_channels is not None
 
     @property
     def uses_fprop(self) -> bool:
@@ -120,6 +132,8 @@ class GemmPrecision:
             yield "not folded"
         if self.fallback is not None:
             yield f"else {self.fallback}"
+        if self.hot_channels is not None:
+            yield f"hot channels {self.hot_channels:g}"
 
 
 def side(quantizer: Quantizer | None) -> str:
@@ -297,7 +311,9 @@ class LinearPrecision:
             return "the weight is under delayed scaling, whose histories layers keep"
         if self.dgrad.requantizes_rhs:
             return "dgrad requantizes the weight"
-        return "fallback: bf16 needs the weight in high precision" if self.falls_back else None
+        if self.keeps_sources:
+            return "fallback and hot_channels need the weight in high precision"
+        return None
 
     @cached_property
     def quantized(self) -> bool:
@@ -324,6 +340,11 @@ class LinearPrecision:
     def falls_back(self) -> bool:
         """True if any GEMM has a fallback."""
         return any(precision.fallback for precision in self.gemms.values())
+
+    @cached_property
+    def keeps_sources(self) -> bool:
+        """True if any GEMM may read its operands in high precision."""
+        return any(precision.keeps_sources for precision in self.gemms.values())
 
     @cached_property
     def history_length(self) -> int:

@@ -174,7 +174,7 @@ def weight_gradient_bytes(args: Namespace, linear: Linear, device: Device) -> in
     if not (device.accumulate and args.gradient_accumulation_fusion):
         return BF16
     wgrad = linear.precision.wgrad
-    is_plain = wgrad.accumulation is None and wgrad.fallback is None
+    is_plain = wgrad.accumulation is None and not wgrad.keeps_sources
     return 0 if is_plain and device.gemm(linear.precision, Gemm.WGRAD) in ADDS_PRODUCTS else FP32
 
 

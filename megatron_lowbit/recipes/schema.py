@@ -132,6 +132,7 @@ class GemmSpec(_RoleSettings):
     accumulation: AccumulationField | None = None
     folding: bool | None = None
     fallback: Literal["bf16"] | None = None
+    hot_channels: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class PrecisionSpec(_RoleSettings):
@@ -187,7 +188,7 @@ class PrecisionSpec(_RoleSettings):
     def _shared(self, gemm: GemmSpec) -> dict[str, Any]:
         """Return the settings that a GEMM has from its config, unless it has its own."""
         folding = self.folding if gemm.folding is None else gemm.folding
-        return {"folding": folding} | {
+        return {"folding": folding, "hot_channels": gemm.hot_channels} | {
             key: getattr(gemm if key in gemm.model_fields_set else self, key)
             for key in ("accumulation", "fallback")
         }
@@ -215,6 +216,8 @@ class PrecisionSpec(_RoleSettings):
             if role in gemm.model_fields_set and role not in roles:
                 good = ", ".join(roles)
                 raise ValueError(f"{name}.{role}: no operand of {name}; use one of {good}")
+        if name != "fprop" and gemm.hot_channels is not None:
+            raise ValueError(f"{name}.hot_channels: only fprop takes it")
         left, right = (self._operand(gemm, role) for role in roles)
         if name != "fprop" and (left.axis == "fprop" or left.requantize):
             key = "requantize" if left.requantize else "axis"
@@ -242,6 +245,7 @@ class PrecisionSpec(_RoleSettings):
                 requantizes_rhs=name != "fprop" and rhs is not None and right.requantize,
                 lhs_of_dgrad=name == "wgrad" and lhs is not None and left.axis == "dgrad",
                 fallback=shared["fallback"] if formats else None,
+                hot_channels=gemm.hot_channels,
             )
 
 

@@ -39,7 +39,8 @@ def factory_names(recipe: Recipe) -> dict[str, str]:
     """Return the names of the factories of a recipe's quantizing configs, by the config.
 
     Raises UserError where nothing is quantized, or the recipe needs what Transformer Engine's
-    modules do not have: switches, amaxes of earlier steps, a fallback, or random numbers in fprop.
+    modules do not have: switches, amaxes of earlier steps, a fallback, hot channels, or random
+    numbers in fprop.
     """
     quantizing = {name: p for name, p in recipe.configs.items() if p.quantized}
     require(bool(quantizing), f"recipe {recipe.name} quantizes nothing: omit the factory")
@@ -55,7 +56,7 @@ def factory_names(recipe: Recipe) -> dict[str, str]:
         "a backward recipe": recipe.backward,
         "output_layer": recipe.output_layer,
         "amax_history": any(p.history_length for p in precisions),
-        "fallback": any(p.falls_back for p in precisions),
+        "fallback or hot_channels": any(p.keeps_sources for p in precisions),
         "random numbers in fprop": random,
     }
     for what, needed in lacking.items():

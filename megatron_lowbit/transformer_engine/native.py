@@ -105,6 +105,7 @@ class _Reader:
         self.name, self.precision, self.gemms = name, precision, precision.gemms.values()
         self.refuse(any(g.accumulation is not None for g in self.gemms), "emulated accumulation")
         self.refuse(precision.falls_back, "fallback")
+        self.refuse(precision.fprop.hot_channels is not None, "hot_channels")
         self.refuse(precision.shares_operands, "axis: fprop or dgrad, nor requantize")
         self.refuse(any(g.tensor_scale == "group" for g in self.gemms), "tensor_scale: group")
 

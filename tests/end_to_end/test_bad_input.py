@@ -63,7 +63,7 @@ REFUSED = [
     ("--fp8-recipe fp8-delayed --recipe-set amax_history.just_in_time=0",
      "just_in_time 0", "from 1 to 65536"),
     ("--precision-recipe mxfp8 --recipe-set fallback=bf16 --mxnorm",
-     "fallback: bf16 does not go with --mxnorm"),
+     "fallback and hot_channels do not go with --mxnorm"),
     (f"--fp4-recipe nvfp4 {RESET} --use-distributed-optimizer",
      "--use-distributed-optimizer does not go with a recipe's oscillation"),
     # MXNorm, also after a switch.

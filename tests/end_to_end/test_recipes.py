@@ -37,6 +37,9 @@ ROWS = {
         "--fp4-recipe nvfp4 --recipe-set input.row_scaled=true --recipe-set grad.row_scaled=true",
         8, "nvfp4 row_scaled x nvfp4 row_scaled: ",
     ),
+    "nvfp4-hot-channels": (
+        "--fp4-recipe nvfp4 --recipe-set fprop.hot_channels=0.1", 8, "hot channels 0.1",
+    ),
     "nvfp4-late-bf16": ("--fp4-recipe nvfp4-late-bf16", 8, "RHT-16"),
     "nvfp4-fold": ("--fp4-recipe nvfp4-fold", 8, "nvfp4 foldable-up"),
     "nvfp4-4over6": (

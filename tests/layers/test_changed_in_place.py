@@ -24,7 +24,10 @@ PRECISIONS = {
     for name in shipped_recipes()
     for config, precision in load_recipe(name).configs.items()
     if precision.quantized or name == "bf16"
-} | {"fallback": load_recipe("nvfp4", ["fallback=bf16"]).configs["nvfp4"]}
+} | {
+    change: load_recipe("nvfp4", [change]).configs["nvfp4"]
+    for change in ("fallback=bf16", "fprop.hot_channels=0.1")
+}
 each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 
 

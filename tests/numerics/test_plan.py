@@ -50,6 +50,7 @@ def test_operands_of_the_backward_pass(overrides, weight, wgrad_input):
         (OF_FPROP, 24, (True, True)),  # fprop's codes serve wgrad
         (MEANS, 32, (False, False)),  # means are those of all ranks' tokens
         (["fprop.fallback=bf16"], 32, (False, True)),
+        (["fprop.hot_channels=0.1"], 32, (False, True)),
         (["input.format=nvfp4-2d"], 24, (False, False)),
     ],
 )

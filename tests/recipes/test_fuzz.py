@@ -23,6 +23,7 @@ WORDS = [
 KEYS = [
     *["input", "weight", "grad", "fprop", "dgrad", "wgrad", "format", "rounding", "tensor_scale"],
     *["hadamard", "size", "signs", "amax_history", "length", "accumulation", "inner", "fallback"],
+    *["hot_channels"],
     *["name", "description", "configs", "matchers", "switches", "nvfp4", "bf16_blocks", "linears"],
     *["type", "config", "enabled", "first", "last", "numbers", "kinds", "pattern"],
     *["heal", "to", "part", "tokens", "iteration", "fraction"],

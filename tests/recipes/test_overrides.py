@@ -338,6 +338,7 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
         "grad": "dgrad.grad.rounding=stochastic", "hadamard": "wgrad.hadamard=null",
         "accumulation": "wgrad.accumulation=null", "fallback": "wgrad.fallback=bf16",
         "folding": "wgrad.folding=false",
+        "hot_channels": "configs.low.fprop.hot_channels=0.1",
     },
     "OperandSpec": {
         "format": "input.format=mxfp4", "rounding": "input.rounding=stochastic",

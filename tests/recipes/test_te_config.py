@@ -49,7 +49,8 @@ def test_other_names_are_no_factories(name):
     [
         ("input.rounding=stochastic", "random numbers in fprop"),
         ("weight.rounding=stochastic", "random numbers in fprop"),
-        ("fallback=bf16", "fallback"),
+        ("fallback=bf16", "fallback or hot_channels"),
+        ("fprop.hot_channels=0.1", "fallback or hot_channels"),
         ("output_layer=nvfp4", "output_layer"),
     ],
 )

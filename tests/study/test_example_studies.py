@@ -72,7 +72,7 @@ def test_methods_of_the_leaderboard_quantize_every_layer():
         recipe = load_recipes(words[1:2], words[3::2])
         quantized[name] = sum(recipe.precision_for(layer).quantized for layer in layers)
     assert quantized.pop("bf16") == 0
-    assert len(quantized) == 29 and set(quantized.values()) == {len(layers)}
+    assert len(quantized) == 31 and set(quantized.values()) == {len(layers)}
     words = shlex.split((ROOT / "examples" / "gpt-60m.args").read_text(), comments=True)
     width, inner, depth, length, batch, steps = (
         int(words[words.index(flag) + 1])

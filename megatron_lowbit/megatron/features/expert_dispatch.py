@@ -84,8 +84,8 @@ def obstacle(precision: LinearPrecision, engine: Engine) -> str | None:
         )
     if not can_group(LinearContext(precision, engine, key=0)):
         return (
-            "its experts are computed one by one; omit amax_history, fallback, requantize of "
-            "weights, and axis fprop or dgrad"
+            "its experts are computed one by one; omit amax_history, fallback, hot_channels, "
+            "requantize of weights, and axis fprop or dgrad"
         )
     return None
 
