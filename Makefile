@@ -27,13 +27,13 @@ parity: .venv/installed data/stdlib.idx
 docs: .venv/docs-installed
 	$(BIN)/mkdocs build --strict
 
-# In the order of their folders, which ends with short files; by default the longest come last. A
-# third process would import and collect everything again, and start a server of its own for ranks.
+# In the order of their folders, which ends with short files; by default the longest come last. The
+# third process computes while another waits for ranks that it has started.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: test
 	$(BIN)/pytest -q -m "slow or hypothesis" --hypothesis-profile explore

@@ -22,6 +22,8 @@ from megatron_lowbit.pytorch import linear
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 
+from tests.marks import others_slow
+
 RECIPES = ("qat-nvfp4", "qat-mxfp4", "qat-mxfp8", "qat-fp8-blocks", "qat-int4-g32")
 TOKENS = torch.arange(3, 19)[None]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -160,7 +162,7 @@ def test_other_tensors_are_the_models(recipe):
     assert "lm_head" in config.get("ignore", config.get("modules_to_not_convert"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", others_slow(RECIPES, RECIPES[::3]))
 def test_a_megatron_model_gives_the_tensors_of_its_export(recipe, tmp_path):
     run = Run(tmp_path / "run", recipe)
     wanted = QuantizedAs(layout_of(recipe))

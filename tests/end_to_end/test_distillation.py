@@ -6,6 +6,8 @@ import pytest
 from tiny_run import HYBRID, ONE_MICROBATCH, check_same_tensors, done, losses, metrics, refused
 from tiny_run import saved_tensors as tensors_of
 
+from tests.marks import others_slow
+
 ITERATIONS = 4
 TEACHER = ("--train-iters", 8, *ONE_MICROBATCH, "--lr-decay-style", "constant")
 STUDENT = ("--train-iters", ITERATIONS, *ONE_MICROBATCH, "--finetune", "--lr", 1e-3,
@@ -27,7 +29,7 @@ def arguments(teacher: Path, save: Path, *more: object) -> tuple:
     return (*STUDENT, "--load", teacher, "--distill-from", teacher, "--save", save, *more)
 
 
-@pytest.mark.parametrize("model", [(), HYBRID, EXPERTS], ids=["dense", "hybrid", "experts"])
+@pytest.mark.parametrize("model", others_slow([(), HYBRID, EXPERTS], [EXPERTS]))
 def test_an_unquantized_student_of_itself_has_nothing_to_learn(pretrain_here, tmp_path, model):
     teacher, student = tmp_path / "teacher", tmp_path / "student"
     done(pretrain_here(*TEACHER, *model, "--save", teacher))

@@ -193,6 +193,7 @@ def test_permutation_by_fused_kernels(gathered, monkeypatch):
 
 
 @on_a_cpu
+@pytest.mark.slow  # as above, without the kernels
 def test_tokens_of_other_passes_are_permuted(gathered):
     """They are in BF16, have experts without kernels, or go to one expert each."""
     with moe_layer(ALL["fp8-tile"]) as layer:

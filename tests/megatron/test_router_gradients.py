@@ -144,7 +144,10 @@ def test_a_gradient_has_the_errors_of_two_gemms(recipe):
 
 
 @on_a_cpu
-@pytest.mark.parametrize(("recipe", "draws"), [("fp8-tile", 1), ("mxfp8", 1), ("nvfp4", 48)])
+@pytest.mark.parametrize(
+    ("recipe", "draws"),
+    [("fp8-tile", 1), ("mxfp8", 1), pytest.param("nvfp4", 48, marks=pytest.mark.slow)],
+)
 def test_a_gradient_is_that_of_the_quantized_operands(recipe, draws):
     """Nothing else is quantized, and stochastic rounding of fc2's gradient leaves no bias."""
     with moe_layer(f"{MODEL} {RECIPES[recipe]}") as layer:

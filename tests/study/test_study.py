@@ -19,6 +19,7 @@ from megatron_lowbit.study.definition import (
     read_study,
 )
 from tests.fuzzed_yaml import changed_documents, damaged_texts
+from tests.marks import others_slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,7 +160,9 @@ def test_recipes_in_place_of_a_studys_runs(study, write_script, tmp_path):
         main(["run", str(file), "--recipes", str(base), "--output", str(output)])
 
 
-@pytest.mark.parametrize("changed", ["mine.yaml", "more.args", "data.bin"])
+@pytest.mark.parametrize(
+    "changed", others_slow(["mine.yaml", "more.args", "data.bin"], ["data.bin"])
+)
 def test_runs_of_files_that_have_changed_are_not_compared(study, tmp_path, changed, monkeypatch):
     """Runs of other seeds would differ in more than their seeds."""
     monkeypatch.chdir(tmp_path)
