@@ -97,6 +97,7 @@ def refused(run: AllReduceNorm, x: torch.Tensor) -> None:
         run(x, None, RMSNorm(EPS), None, request, out=other)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_steps(run_ranks, tmp_path):
     run_ranks(__file__, RANKS, tmp_path / "rendezvous", timeout=120)
 

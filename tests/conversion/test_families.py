@@ -20,6 +20,7 @@ from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.records import OF_THE_MODEL, changes
 from megatron_lowbit.planning.training_arguments import TrainingArguments
+from tests.marks import others_slow
 from tests.short_runs import fork_results_queue
 
 CASES = [
@@ -88,7 +89,7 @@ def logits(sources, run_ranks, tmp_path_factory) -> Callable[[int], Path]:
     return run
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, [*MODELS][::3]))
 def test_a_run_with_its_arguments_takes_a_checkpoint_for_its_model(name, sources, tmp_path):
     to_megatron(sources[name], tmp_path / "there")
     words = [f"@{tmp_path}/there/model.args", "--seq-length=8", "--micro-batch-size=1"]
@@ -96,7 +97,7 @@ def test_a_run_with_its_arguments_takes_a_checkpoint_for_its_model(name, sources
     assert changes(TrainingArguments(words).parse(1), saved, OF_THE_MODEL) == ""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, [*MODELS][1::3]))
 def test_there_and_back(name, sources, tmp_path):
     """Tensors, tokenizer, and the entries of config.json that the model says nothing of."""
     source, there, back = sources[name], tmp_path / "there", tmp_path / "back"

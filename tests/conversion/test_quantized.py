@@ -119,8 +119,9 @@ def test_compressed_tensors_in_its_reader(llama, tmp_path, recipe):
 
 @pytest.mark.parametrize(
     ("layout", "recipe"),
-    [("compressed-tensors", "nvfp4"), ("compressed-tensors", "qat-int4-g32"),
-     ("modelopt", "qat-nvfp4"), ("fp8-blocks", "fp8-tile")],
+    [("compressed-tensors", "qat-int4-g32"), ("modelopt", "qat-nvfp4"),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("compressed-tensors", "nvfp4"), ("fp8-blocks", "fp8-tile")))],
 )  # fmt: skip
 def test_pieces_of_a_weight_have_the_bits_of_the_whole(
     llama, tmp_path, layout, recipe, monkeypatch

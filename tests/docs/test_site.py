@@ -65,6 +65,7 @@ def test_strict_build(build_site):
     assert 'href="research/upstream-notes.html"' in text
 
 
+@pytest.mark.slow
 def test_dead_links(build_site, caplog):
     """Each of them is named, as the site has it."""
     exceptions = pytest.importorskip("mkdocs.exceptions", reason="without the extra docs")

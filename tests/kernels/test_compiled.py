@@ -334,7 +334,8 @@ def test_calls_leave_nothing_in_the_context():
     assert counts[1:] == 3 * counts[:1]  # the first call compiles
 
 
-@pytest.mark.parametrize("format", others_slow(GUARDED, [BUILT[1].format]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("format", GUARDED, ids=str)
 def test_only_sizes_are_symbols(monkeypatch, format):
     """Inputs of the compiled graphs are tensors of plain dtypes, and their sizes."""
     graphs = []

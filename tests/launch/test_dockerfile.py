@@ -92,6 +92,7 @@ def test_base_images_are_pinned(stage):
     assert re.search(r":\d+\.\d+[\w.-]*$", of(stage, "FROM")[0])
 
 
+@pytest.mark.slow
 def test_no_torch_is_taken_where_the_cpu_index_has_none(tmp_path):
     """PyPI's torch of the same version is CUDA's. The Makefile's command is the same."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ").replace("$$", "$")

@@ -43,7 +43,7 @@ class Engine(ReferenceEngine):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="sums on a GPU are in another order")
-@pytest.mark.parametrize("more", others_slow(CASES, CASES[:2]))
+@pytest.mark.parametrize("more", others_slow(CASES, CASES[:1]))
 def test_training_has_the_bits_of_megatron_lms_embedding(more, tmp_path, monkeypatch):
     """Three steps of three micro batches: losses and gradient norms."""
     engine = Engine("test")

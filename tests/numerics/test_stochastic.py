@@ -86,6 +86,7 @@ def test_unbiased_on_every_interval(element, source):
     assert (np.abs(nearest - np.abs(x)) > bound).mean() > 0.7  # the bound can tell
 
 
+@pytest.mark.slow
 def test_small_updates_of_a_bf16_weight():
     """Nearest rounding loses 512 updates by 1/64 of a step, stochastic rounding keeps their sum."""
     bf16 = ElementFormat("bf16", 8, 7, max=2.0**127, min_normal=2.0**-4)

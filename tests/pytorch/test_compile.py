@@ -153,6 +153,7 @@ def test_batches_of_other_sizes_and_frozen_parameters(frozen, reference):
             assert torch.equal(result, right)
 
 
+@pytest.mark.slow
 def test_a_weight_shares_its_scale(reference):
     """The operator takes the other weights, without a gradient for them."""
     model = model_in(load_precision("fp8-tensorwise"))
