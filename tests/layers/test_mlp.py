@@ -166,6 +166,7 @@ def test_an_amax_is_nan_where_an_element_is():
     assert HOPPER.swiglu_grad(gate_up, grad).isnan()
 
 
+@pytest.mark.slow
 def test_no_pass_takes_an_amax_that_the_activation_gave(monkeypatch):
     from megatron_lowbit.kernels import launch
 
