@@ -46,7 +46,8 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
         return {}
     is_local = implementation == "local"
     evaluates = (args.eval_iters or args.full_validation) and args.eval_precision != "recipe"
-    captures_parts = bool(args.cuda_graph_modules) and args.hybrid_layer_pattern is not None
+    modules = {getattr(module, "name", module) for module in args.cuda_graph_modules}
+    captures_experts = is_local and modules & {"moe_router", "moe_preprocess"}
     in_gpt = args.num_experts and args.hybrid_layer_pattern is None
     way_out = "use no switch" if in_gpt else "use local"
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
@@ -58,7 +59,7 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
             not is_local and recipe.switches
         ),
         "it replays training's graphs in evaluation; use --eval-precision recipe": (
-            is_local and evaluates and captures_parts
+            bool(captures_experts) and evaluates
         ),
         "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": any(
             map(_reads_signs, recipe.precisions())

@@ -52,6 +52,10 @@ class Transposed:
         """The format of the operand."""
         return self.of.format
 
+    def dequantize(self) -> Tensor:
+        """Return the FP32 values."""
+        return self.of.dequantize().t()
+
 
 class Engine:
     """Operations of a linear layer on one kind of device: the reference's where none is faster.

@@ -150,4 +150,4 @@ class Device(NamedTuple):
 
 def operand_bytes(gemm: str) -> int:
     """Return the bytes per element of the operands that a GEMM takes: BF16 numbers, or codes."""
-    return BF16 if gemm == EXACT else 1
+    return BF16 if gemm.startswith(EXACT) else 1

@@ -58,10 +58,11 @@ def test_operands_as_a_gpu_writes_them():
     x, weight, _, _ = leaves(torch.bfloat16, m=48, n=64, k=64)
     precision, seen = next_precision("nvfp4", ["fprop.hot_channels=0.1"]), []
     for engine in (ReferenceEngine("tests"), FusedEngine((9, 0))):
-        context = LinearContext(precision, engine, 3, training=False)
+        context = LinearContext(precision, engine, 3)
+        # In training the fused engine writes square blocks once, for both passes.
         pair = (
-            context.quantize(tensor.detach(), role, "fprop", None)[0]
-            for tensor, role in ((x, "input"), (weight, "weight"))
+            context.quantize(tensor.detach(), role, "fprop", col)[0]
+            for tensor, role, col in ((x, "input", None), (weight, "weight", "dgrad"))
         )
         seen.append(add_hot_channels(torch.zeros(48, 64, dtype=torch.bfloat16), *pair, 0.1))
     assert torch.equal(*seen) and seen[0].any()

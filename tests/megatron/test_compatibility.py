@@ -256,7 +256,8 @@ def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
     [
         ("nvfp4", [], {"cuda_graph_impl": "full_iteration"}, "it replays as one; use local"),
         (
-            "nvfp4", [], {"eval_precision": "bf16", "cuda_graph_modules": ["mamba"], **HYBRID},
+            "nvfp4", [],
+            {"eval_precision": "bf16", "cuda_graph_modules": ["mamba", "moe_router"], **HYBRID},
             "use --eval-precision recipe",
         ),
         ("nvfp4", [], {"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),

@@ -113,10 +113,11 @@ class CudaGraphs(Feature):
     def begin_step(self, iteration: int, training: bool) -> None:
         """Remove graphs of another precision or number of microbatches, and write weights.
 
-        Evaluation in high precision runs without graphs, which are of the recipe's.
+        Evaluation in high precision runs without the graphs of quantized layers.
         """
         args = self.run.args
-        replays = training or args.eval_precision == "recipe"
+        quantizes = any(state.plan.precision.quantized for state in self.run.states)
+        replays = training or args.eval_precision == "recipe" or not quantizes
         if args.cuda_graph_impl == "local":
             self._replay_graphs(replays)
         if training:
