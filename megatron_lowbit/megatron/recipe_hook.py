@@ -12,7 +12,8 @@ listed in CONTRIBUTING.md.
 """
 
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from megatron_lowbit.megatron.layers.state import (
     LayerState,
     first_local_expert,
     layer_of,
+    weights_of,
 )
 from megatron_lowbit.megatron.loss import use_loss
 from megatron_lowbit.megatron.run import workarounds
@@ -59,8 +61,11 @@ from megatron_lowbit.megatron.run.load_source import LoadSource
 from megatron_lowbit.megatron.run.records import record_recipe
 from megatron_lowbit.megatron.run.resumed_schedule import follow_schedule_arguments
 from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
-from megatron_lowbit.numerics.precision import GemmPrecision
+from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes, precision_table
+
+Weight = tuple[tuple[int, ...], LinearPrecision]
+"""Shape of a weight on a rank, and its precision."""
 
 
 def model_config_of(args: Namespace) -> Any:
@@ -188,9 +193,9 @@ class RecipeHook:
         # A layer that does not fit may be on one rank only.
         with raise_on_all_ranks("prepare the kernels of the recipe"):
             self.take_over(chunks, source)
-        mine = [(state.plan.layer, state.misfit) for state in self.states]
-        everywhere = [pair for pairs in gather_from_ranks(mine) for pair in pairs]
-        layers = in_order(layer for layer, _ in everywhere)
+        mine = [state.plan.layer for state in self.states], weight_shapes(chunks)
+        layers_of, shapes_of = zip(*gather_from_ranks(mine), strict=True)
+        layers = in_order(layer for layers in layers_of for layer in layers)
         self.check(layers)
         steps = steps_of(self.args, chunks)
         steps.listeners.append(self._begin_step)
@@ -202,7 +207,7 @@ class RecipeHook:
             for chunk in chunks if feature.submodule else ():
                 setattr(chunk, feature.submodule, ExtraTensors(feature, chunk, saved))
         if is_rank0():
-            self.show(layers, misfits={shape for _, shape in everywhere if shape})
+            self.show(layers, chain.from_iterable(shapes_of))
         return chunks
 
     def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
@@ -276,23 +281,38 @@ class RecipeHook:
     def show(
         self,
         layers: Sequence[Layer],
+        weights: Iterable[Weight] = (),
         capability: tuple[int, int] | None = None,
-        misfits: Collection[tuple[int, int]] = (),
     ) -> None:
         """Print which layers of the whole model have which precision, and how it is computed.
 
-        ``capability``: compute capability of the GPU that is described; None for this machine's.
-        ``misfits``: shapes of weights that Transformer Engine cannot multiply in their precision.
+        ``weights``: shapes and precisions of all ranks' weights, of which those that Transformer
+        Engine refuses are named. ``capability``: compute capability of the GPU that is described;
+        None for this machine's.
         """
         console = plain_console(130)
         for line in _describe(self.recipe, self.engine, layers, self.args, capability):
             console.print(line)
-        for rows, columns in sorted(misfits):
+        if self.args.transformer_impl == "transformer_engine":
+            from megatron_lowbit.transformer_engine.native import misfits
+
+            capability = capability or torch.cuda.get_device_capability()
             why = "Transformer Engine's take multiples of 16, in MXFP8 of 32"
-            console.print(f"  weights of {rows} x {columns}: this project's kernels; {why}")
+            for rows, columns in sorted(misfits(weights, capability)):
+                console.print(f"  weights of {rows} x {columns}: this project's kernels; {why}")
         for feature in self.features:
             for line in feature.describe():
                 console.print(line)
+
+
+def weight_shapes(chunks: Iterable[torch.nn.Module]) -> list[Weight]:
+    """Return shapes and precisions of the weights in blocks, each pair once."""
+    pairs = (
+        (tuple(weight.shape), state.plan.precision)
+        for chunk in chunks
+        for weight, state in weights_of(chunk)
+    )
+    return list(dict.fromkeys(pairs))
 
 
 def in_order(layers: Iterable[Layer]) -> list[Layer]:

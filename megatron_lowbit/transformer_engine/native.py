@@ -3,7 +3,7 @@
 Data only: nothing here needs Transformer Engine. Names and meanings are as in version 2.20.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,13 +80,29 @@ def kernels(precision: LinearPrecision, capability: tuple[int, int]) -> str:
     return "this project's" if native is None else f"Transformer Engine's {native.name}"
 
 
-def layer_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Native | None:
+def layer_recipe(
+    precision: LinearPrecision, capability: tuple[int, int], weight: Sequence[int] = ()
+) -> Native | None:
     """Return the recipe as :func:`native_recipe` does; None for delayed scaling.
 
     megatron-core's layers take no delayed scaling one by one, and Transformer Engine's checkpoints
-    of it are pickles.
+    of it are pickles. None, too, for a ``weight`` of a shape that Transformer Engine refuses.
     """
-    return None if precision.history_length else native_recipe(precision, capability)
+    recipe = None if precision.history_length else native_recipe(precision, capability)
+    return recipe if recipe is not None and recipe.multiplies(weight) else None
+
+
+def misfits(
+    weights: Iterable[tuple[Sequence[int], LinearPrecision]], capability: tuple[int, int]
+) -> set[tuple[int, ...]]:
+    """Return the shapes of weights that Transformer Engine refuses in their precision."""
+    return {
+        tuple(shape)
+        for shape, precision in weights
+        if precision.quantized
+        and layer_recipe(precision, capability) is not None
+        and layer_recipe(precision, capability, shape) is None
+    }
 
 
 def folds_on_hopper(precision: LinearPrecision, capability: tuple[int, int]) -> bool:

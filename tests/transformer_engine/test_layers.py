@@ -13,6 +13,7 @@ from megatron_lowbit.megatron.features.stored_bucket import StoredBucket
 from megatron_lowbit.megatron.layers import state as layer_state
 from megatron_lowbit.megatron.layers.state import LayerPlan, weights_of
 from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.transformer_engine.native import misfits
 from tests.transformer_engine.stand_in import (
     ColumnLinear,
     Linear,
@@ -166,8 +167,8 @@ def test_transformer_engine_computes_shapes_that_it_can_multiply(layers, shape):
     plan = LayerPlan(layer, precision, ReferenceEngine("tests"), False, None, False)
     state = layers.take_over(module, plan)
     fits = shape == (1808, 384)
-    assert (state.native is not None, state.misfit) == (fits, None if fits else shape)
-    assert state.quantizes_weight != fits
+    assert (state.native is not None) == fits and state.quantizes_weight != fits
+    assert misfits([(shape, precision)], (9, 0)) == (set() if fits else {shape})
 
 
 @pytest.mark.parametrize("native", [None, "a recipe of Transformer Engine"])

@@ -109,11 +109,9 @@ class LayerState:
         graph_keys: what graphs read in device memory, where calls are captured.
         main_grad_beta: as of a ``LinearContext``.
         saves_input: as of a ``LinearContext``.
-        misfit: shape of a weight that Transformer Engine has no kernels for, in its precision.
     """
 
     saves_input = False
-    misfit: tuple[int, int] | None = None
 
     def __init__(
         self,

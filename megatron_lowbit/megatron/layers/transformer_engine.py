@@ -90,12 +90,11 @@ class TELayerState(LayerState):
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
-        self.native = self.misfit = None
+        self.native = None
         module, layer = self.module, self.plan.layer
         if precision.quantized:
-            self.native = layer_recipe(precision, torch.cuda.get_device_capability())
-        if self.native is not None and not self.native.multiplies(module.weight.shape):
-            self.native, self.misfit = None, (module.weight.shape[0], module.weight.shape[1])
+            capability = torch.cuda.get_device_capability()
+            self.native = layer_recipe(precision, capability, module.weight.shape)
         super().set_precision(precision)
         if precision.quantized and self.native is None:
             _check(module.config)

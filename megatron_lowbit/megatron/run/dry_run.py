@@ -23,7 +23,12 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.routes import Format, route
 from megatron_lowbit.megatron.layers.state import layer_states
-from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order, model_config_of
+from megatron_lowbit.megatron.recipe_hook import (
+    RecipeHook,
+    in_order,
+    model_config_of,
+    weight_shapes,
+)
 from megatron_lowbit.megatron.run.errors import translate_model_errors
 from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_anew
 from megatron_lowbit.recipes import Layer
@@ -87,11 +92,12 @@ def model_stages(
         # Context parallelism changes no parameter, but local attention refuses it.
         changed |= {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": None}
     args = Namespace(**vars(args) | changed)
-    stages, hooks = [], []
+    stages, hooks, weights = [], [], []
     for number in range(args.pipeline_model_parallel_size):
         with rank_of_stage(args, number):
             hook, chunks = build(args)
             layers = [state.plan.layer for state in layer_states(chunks)]
+        weights += weight_shapes(chunks)
         blocks = sum(len(chunk.decoder.layers) for chunk in chunks)
         stages.append(Stage(blocks, count_parameters(args, chunks), layers))
         hooks.append(hook)
@@ -102,7 +108,7 @@ def model_stages(
             if args.quantization_engine == "auto":
                 hook.engine = _PlannedEngine(capability)
             hook.args = on_gpus
-            hook.show(layers, capability)
+            hook.show(layers, weights, capability)
     return stages
 
 
