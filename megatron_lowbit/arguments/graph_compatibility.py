@@ -20,7 +20,7 @@ def graphs_of_experts(args: Namespace) -> Rows:
         or args.moe_pad_expert_input_to_capacity
     ):
         return {}
-    modules = {getattr(module, "name", module) for module in args.cuda_graph_modules}
+    modules = _modules(args)
     is_whole = modules <= {"full"}  # a deprecated name for no modules
     is_local = implementation == "local"  # captures moe_preprocess together with moe_router
     prepares = "moe_preprocess" in modules or (is_local and "moe_router" in modules)
@@ -46,8 +46,7 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
         return {}
     is_local = implementation == "local"
     evaluates = (args.eval_iters or args.full_validation) and args.eval_precision != "recipe"
-    modules = {getattr(module, "name", module) for module in args.cuda_graph_modules}
-    captures_experts = is_local and modules & {"moe_router", "moe_preprocess"}
+    captures_experts = is_local and not _modules(args).isdisjoint(("moe_router", "moe_preprocess"))
     in_gpt = args.num_experts and args.hybrid_layer_pattern is None
     way_out = "use no switch" if in_gpt else "use local"
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
@@ -59,7 +58,7 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
             not is_local and recipe.switches
         ),
         "it replays training's graphs in evaluation; use --eval-precision recipe": (
-            bool(captures_experts) and evaluates
+            captures_experts and evaluates
         ),
         "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed": any(
             map(_reads_signs, recipe.precisions())
@@ -81,3 +80,8 @@ def _reads_signs(precision: LinearPrecision) -> bool:
     gemms = precision.gemms.values()
     fresh = [gemm for gemm in gemms if gemm.hadamard and gemm.hadamard.signs == "fresh"]
     return any(not has_kernel(side) for gemm in fresh for side in gemm.sides if side)
+
+
+def _modules(args: Namespace) -> set[str]:
+    """Return the names of the parts of layers that are captured."""
+    return {getattr(module, "name", module) for module in args.cuda_graph_modules}

@@ -212,7 +212,8 @@ def tile_of(
             along = max(side.block, side.transform.size if side.transform else 0, side.lanes)
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
-    if lanes and any(side.from_numbers for side in sides):  # each number is divided
+    if lanes and any(side.from_numbers and side.block > LANES for side in sides):
+        # Each number is divided, which takes registers.
         return (height, width), {"num_warps": height * width // 1024, "maxnreg": 128}
     if lanes:
         warps = 4 if longest > LANES else max(4, height * width // 2048)

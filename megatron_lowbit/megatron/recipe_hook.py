@@ -291,15 +291,8 @@ class RecipeHook:
         None for this machine's.
         """
         console = plain_console(130)
-        for line in _describe(self.recipe, self.engine, layers, self.args, capability):
+        for line in _describe(self.recipe, self.engine, layers, self.args, capability, weights):
             console.print(line)
-        if self.args.transformer_impl == "transformer_engine":
-            from megatron_lowbit.transformer_engine.native import misfits
-
-            capability = capability or torch.cuda.get_device_capability()
-            why = "Transformer Engine's take multiples of 16, in MXFP8 of 32"
-            for rows, columns in sorted(misfits(weights, capability)):
-                console.print(f"  weights of {rows} x {columns}: this project's kernels; {why}")
         for feature in self.features:
             for line in feature.describe():
                 console.print(line)
@@ -327,6 +320,7 @@ def _describe(
     layers: Sequence[Layer],
     args: Namespace,
     capability: tuple[int, int] | None,
+    weights: Iterable[Weight] = (),
 ) -> Iterator[str | Table]:
     yield recipe.summary(layers)
     yield precision_table(recipe, layers)
@@ -339,7 +333,7 @@ def _describe(
         yield f"validation and test: {how[args.eval_precision]}"
     yield f"transformer layers: {args.transformer_impl}"
     if args.transformer_impl == "transformer_engine":
-        from megatron_lowbit.transformer_engine.native import kernels
+        from megatron_lowbit.transformer_engine.native import kernels, misfits
 
         capability = capability or torch.cuda.get_device_capability()
         lines = {}
@@ -353,6 +347,9 @@ def _describe(
                 name, whose = layer.path, "this project's" if precision.quantized else "torch's"
             lines[f"  {name}: {whose} kernels"] = None
         yield from lines
+        why = "Transformer Engine's take multiples of 16, in MXFP8 of 32"
+        for rows, columns in sorted(misfits(weights, capability)):
+            yield f"  weights of {rows} x {columns}: this project's kernels; {why}"
 
 
 def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterable[str]:

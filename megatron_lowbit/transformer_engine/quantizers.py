@@ -225,8 +225,8 @@ class Factory:
     def __init__(self, precision: LinearPrecision, engine: Engine) -> None:
         delayed = bool(precision.history_length)
         require(not delayed, "delayed scaling on this GPU needs --transformer-impl local")
-        whole = not precision.keeps_sources
-        require(whole, "fallback and hot_channels need --transformer-impl local")
+        keeps = precision.keeps_sources
+        require(not keeps, "fallback and hot_channels need --transformer-impl local")
         self.precision, self.engine = precision, engine
         self.forward: LinearContext | None = None
         self.backward: LinearContext | None = None

@@ -12,7 +12,7 @@ from megatron_lowbit.layers.hot_channels import add_hot_channels
 from megatron_lowbit.recipes import load_recipe
 from tests.layers.test_fallback import ENGINE, leaves, next_precision, run
 
-FP32_SUMS = 2e-6
+FP32_SUMS = 2e-6  # of the largest number
 
 
 def product(x, weight, share, quantizers) -> np.ndarray:
@@ -45,7 +45,7 @@ def test_products_are_the_formula_s_and_gradients_the_recipe_s(name, share):
     plain, hot = (next_precision(name, s) for s in ([], [f"fprop.hot_channels={share}"]))
     y, *gradients = run(x, weight, bias, dy, hot)
     expected = product(x, weight, share, hot.fprop.sides) + bias.double().numpy()
-    assert np.abs(y.double().numpy() - expected).max() <= FP32_SUMS * np.abs(expected).max() * 40
+    assert np.abs(y.double().numpy() - expected).max() <= FP32_SUMS * np.abs(expected).max()
     before, *others = run(x, weight, bias, dy, plain)
     for one, other in zip(gradients, others, strict=True):
         assert torch.equal(one, other)

@@ -69,7 +69,10 @@ def test_without_the_key_it_stays_megatron_lms(single_process, without_layers_in
 
 def test_its_kernels_are_this_projects(monkeypatch):
     """Even where Transformer Engine's compute the same precision in blocks."""
-    native = SimpleNamespace(kernels=lambda precision, capability: "Transformer Engine's x")
+    native = SimpleNamespace(
+        kernels=lambda precision, capability: "Transformer Engine's x",
+        misfits=lambda weights, capability: set(),
+    )
     monkeypatch.setitem(sys.modules, "megatron_lowbit.transformer_engine.native", native)
     recipe = load_recipe("mxfp8", "output_layer=mxfp8")
     block = Layer("decoder.layers.1.mlp.linear_fc1", 1, 2)

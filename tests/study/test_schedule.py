@@ -76,14 +76,11 @@ def test_the_pace_is_the_planners():
 
 def test_a_plan_refuses_what_training_refuses():
     arguments = "@examples/gpt-20m.args --vocab-size 8192"
-    runs = {
-        "a": "--precision-recipe bf16",
-        "b": "--fp4-recipe nvfp4 --sandwich-norm",
-    }
+    runs = {"a": "--precision-recipe bf16", "b": "--fp4-recipe nvfp4 --sandwich-norm"}
     study = Study(arguments=arguments, seeds=[1], runs=runs)
     allowed, refused = jobs_of(study, Path("out"), ["--train-iters", "7"])
     assert pace_of(allowed, "h100").iterations == 7
-    with pytest.raises(UserError, match=r"run .b.: .*--sandwich-norm"):
+    with pytest.raises(UserError, match=r"run 'b': .*--sandwich-norm"):
         pace_of(refused, "h100")
 
 

@@ -45,6 +45,8 @@ class CudaGraphs(Feature):
         self._precisions: list[LinearPrecision] = []
         self._replay: Callable[[], None] | None = None
 
+    _replays = True
+
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:
         return args.cuda_graph_impl != "none"
@@ -116,9 +118,12 @@ class CudaGraphs(Feature):
         Evaluation in high precision runs without the graphs of quantized layers.
         """
         args = self.run.args
-        quantizes = any(state.plan.precision.quantized for state in self.run.states)
-        replays = training or args.eval_precision == "recipe" or not quantizes
-        if args.cuda_graph_impl == "local":
+        replays = (
+            training
+            or args.eval_precision == "recipe"
+            or not any(state.plan.precision.quantized for state in self.run.states)
+        )
+        if args.cuda_graph_impl == "local" and replays != self._replays:
             self._replay_graphs(replays)
         if training:
             before, self._captured_for = self._captured_for, self._note_microbatches()
@@ -129,6 +134,7 @@ class CudaGraphs(Feature):
 
     def _replay_graphs(self, replays: bool) -> None:
         """Let the layers that Megatron-LM captures run by their graphs, or without them."""
+        self._replays = replays
         for chunk in self.run.chunks:
             for module in chunk.modules():
                 if not hasattr(module, "cudagraph_manager"):
