@@ -85,22 +85,25 @@ def _commands(study: Study) -> dict[str, tuple]:
 
 
 def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
-    """Tabulate losses, gaps, their growth since before the decay, and validation perplexity."""
-    growths = [[_growth(curve) for curve in contender.curves] for contender in contenders]
-    growth = gaps(growths, [contender.seeds for contender in contenders])
+    """Tabulate losses, gaps, their growth since before the decay, and the last validation."""
+    seeds = [contender.seeds for contender in contenders]
+    growth, validation = (
+        gaps([[value(curve) for curve in contender.curves] for contender in contenders], seeds)
+        for value in (_growth, lambda curve: curve.validation_losses[-1])
+    )
     headings = ("", "runs", "final loss", "gap at the end", "growth in the decay",
-                "perplexity")  # fmt: skip
+                "gap of validation", "perplexity")  # fmt: skip
     names = [row.name for row in rows]
     others = _gaps_to(REFERENCE, contenders) if REFERENCE in names[1:] else {}
     lines = []
-    for row, grown in zip(rows, growth, strict=True):
+    for row, *more in zip(rows, growth, validation, strict=True):
         is_compared = row is not rows[0] and not math.isnan(row.gap)
-        pairs = [(row.gap, row.gap_error), grown] if is_compared else []
+        pairs = [(row.gap, row.gap_error), *more] if is_compared else []
         lines.append([
             row.name,
             row.seeds,
             _spread(row.loss, row.loss_spread, 4),
-            *([shown_gap(*pair) for pair in pairs] or ["", ""]),
+            *([shown_gap(*pair) for pair in pairs] or ["", "", ""]),
             _spread(row.perplexity, row.perplexity_spread, 3),
             *([others.get(row.name, "")] if others else []),
         ])  # fmt: skip

@@ -21,12 +21,13 @@ def contender():
     return build
 
 
-def test_perplexity_is_beside_the_loss(contender):
+def test_validation_is_beside_the_loss(contender):
     found = [contender("BF16", 2.0, math.log(3), math.log(5)), contender("own", 2.2, math.log(7))]
     head, _, first, second = table(compare(found), found).splitlines()
-    assert head.endswith("| final loss | gap at the end | growth in the decay | perplexity |")
-    assert first == "| BF16 | 2 | 2.0000 ± 0.0000 |  |  | 4.000 ± 1.414 |"
+    assert head.endswith("| growth in the decay | gap of validation | perplexity |")
+    assert first == "| BF16 | 2 | 2.0000 ± 0.0000 |  |  |  | 4.000 ± 1.414 |"
     assert second.startswith("| own | 1 | 2.2000 | +10.00% ") and second.endswith("| 7.000 |")
+    assert f"| {100 * (math.log(7) / math.log(3) - 1):+.2f}% ± " in second  # seed 0 has them both
 
 
 def test_runs_of_other_lengths_have_no_gap(contender):
@@ -34,7 +35,7 @@ def test_runs_of_other_lengths_have_no_gap(contender):
     tokens = 1.1 * longer.curves[0].tokens
     longer = longer._replace(curves=(longer.curves[0]._replace(tokens=tokens),))
     *_, row = text_of("nvfp4-token-budgets", [base, longer]).splitlines()
-    assert row == "| MXFP4 | 1 | 1.9000 |  |  | 2.718 |"
+    assert row == "| MXFP4 | 1 | 1.9000 |  |  |  | 2.718 |"
 
 
 def test_a_row_inside_is_a_second_reference(contender):
