@@ -1,6 +1,7 @@
 """Runs that resume with another recipe, other data or another learning rate."""
 
 import dataclasses
+import inspect
 import re
 import shutil
 from argparse import Namespace
@@ -12,6 +13,7 @@ import torch
 from tiny_run import ONE_MICROBATCH, ROOT, done, metrics, refused, start_from
 
 from megatron_lowbit.arguments import front_parser
+from megatron_lowbit.checkpoints.model_arguments import _YARN
 from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.data.preprocess import preprocess
@@ -19,8 +21,10 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.megatron.run.records import (
     _NEGATED,
+    _UNGIVEN,
     OF_THE_MODEL,
     _digest_of_tokenizer,
+    changes,
     check_loaded,
 )
 from megatron_lowbit.recipes import load_recipe
@@ -28,6 +32,7 @@ from megatron_lowbit.recipes.record import recipe_from, record_of
 
 # isort: split
 from megatron.core.transformer import MLATransformerConfig
+from megatron.training import argument_utils
 
 from tests.marks import by_turns, others_slow
 
@@ -175,6 +180,34 @@ def test_every_field_of_a_configuration_is_compared_or_known_to_change_no_model(
     assert len(fields) > 200 and fields - known - {*OF_THE_MODEL} == set()
 
 
+OTHERWISE_KNOWN = {
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "seed", "profile",
+    "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng", "no_persist_layer_norm",
+    "group_query_attention", "num_experts", "hybrid_layer_pattern", "max_position_embeddings",
+    "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by",
+    "heterogeneous_layers_config_path", "te_precision_config_file", "spec", "yaml_cfg",
+}  # fmt: skip
+"""Arguments of the layout, of what is loaded, of shapes and names of tensors, and refused ones."""
+
+
+def test_arguments_that_megatron_lm_reads_for_a_model_are_compared_or_known():
+    """Also those that are no field of a configuration, such as YaRN's."""
+    names = set(re.findall(r"\bargs\.(\w+)", inspect.getsource(argument_utils)))
+    known = {name for name in names if SHAPES.fullmatch(name) or SAME_MODEL.fullmatch(name)}
+    assert len(names) > 50 and names - known - {*OF_THE_MODEL} == OTHERWISE_KNOWN
+
+
+def test_values_that_megatron_lm_puts_in_the_place_of_none_are_no_difference():
+    assert _UNGIVEN.items() <= _YARN.items()
+    names = {name: OF_THE_MODEL[name] for name in _UNGIVEN}
+    given, unset = Namespace(**_YARN), Namespace(**dict.fromkeys(_YARN))
+    assert changes(given, unset, names) == changes(unset, given, names) == ""
+    other = Namespace(**_YARN | {"yarn_correction_range_round_to_int": False})
+    assert changes(other, unset, names) == (
+        "--yarn-correction-range-round-to-int False instead of True"
+    )
+
+
 def test_errors_name_the_arguments_of_samples_and_models():
     line = CommandLine(front_parser(), [])
     flags = {name: flag for name, (flag, _) in SAMPLES.items() if "record" not in name}
@@ -184,7 +217,8 @@ def test_errors_name_the_arguments_of_samples_and_models():
 
 def refused_but_for(kind: str, args: Namespace, name: str, flag: str, value: object) -> None:
     """Check that a run is refused with another argument, except with ``--resume-changed``."""
-    values = (value, getattr(args, name))
+    before = getattr(args, name)
+    values = (value, _UNGIVEN.get(name) if before is None else before)
     shown = [not each for each in values] if name in _NEGATED else values
     change = re.escape("{} {} instead of {}".format(flag, *shown))
     setattr(args, name, value)

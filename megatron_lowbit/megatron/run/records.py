@@ -36,6 +36,11 @@ _OF_SAMPLES = {
     TOKENIZER: "--tokenizer-model or --chat-template",
 }  # fmt: skip
 """Arguments that decide which samples of the same data sets come next, by their attributes."""
+_UNGIVEN = {
+    "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}  # fmt: skip
+"""Values that Megatron-LM puts in the place of None."""
 OF_THE_MODEL = {
     "layernorm_epsilon": "--norm-epsilon", "add_bias_linear": "--disable-bias-linear",
     "dsa_indexer_scoring_relu": "--no-dsa-indexer-scoring-relu",
@@ -62,7 +67,7 @@ OF_THE_MODEL = {
         "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved",
         "dsa_indexer_k_norm_epsilon", "multi_latent_attention", "moe_latent_size",
         "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
-        "mup_base_head_dim", "mrope_section",
+        "mup_base_head_dim", "mrope_section", *_UNGIVEN,
     )
 }  # fmt: skip
 """Arguments that change what a model computes, by their attributes.
@@ -190,11 +195,12 @@ def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[t
 def changes(args: Namespace, saved: Any, flags: Mapping[str, str]) -> str:
     """Describe the arguments, flags by attribute, of which a checkpoint has other values.
 
-    None in a converted checkpoint stands for an argument that is not given.
+    None stands for an argument that is not given.
     """
     found = []
     for name, flag in flags.items():
-        pair = getattr(args, name, None), getattr(saved, name, None)
+        given = getattr(args, name, None), getattr(saved, name, None)
+        pair = [_UNGIVEN.get(name) if value is None else value for value in given]
         if hasattr(saved, name) and (pair[0] or None) != (pair[1] or None):
             mine, its = (not value if name in _NEGATED else value for value in pair)
             found.append(f"{flag} {mine!s:.60} instead of {its!s:.60}")
