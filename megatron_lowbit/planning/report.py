@@ -7,6 +7,7 @@ from contextlib import suppress
 import torch
 from rich.table import Column, Table
 
+from megatron_lowbit.arguments.cpu import needs_one_connection
 from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics.precision import GemmPrecision, side
@@ -294,7 +295,9 @@ def _command(run: Plan) -> Iterator[str]:
     training, gpus = run.training, run.gpus
     added, flags = list(training.added), training.flags
     added += [] if any(getattr(flags, name) for name in _DATA) else ["--mock-data"]
-    added += [] if flags.tokenizer_model else ["--tokenizer-type", "NullTokenizer"]
+    none = "NullTokenizer"
+    has_tokenizer = flags.tokenizer_model or flags.vocab_file or flags.tokenizer_type == none
+    added += [] if has_tokenizer else ["--tokenizer-type", none]
     if added:
         yield f"added because the run needs them: {' '.join(added)}"
     more = [*run.arguments(run.best), *added]
@@ -305,7 +308,7 @@ def _command(run: Plan) -> Iterator[str]:
     with suppress(UserError):
         words = with_files if TrainingArguments(with_files).parse(gpus) == args else words
     start = []
-    if args.tensor_model_parallel_size > 1 and run.device.gpu.capability < BLACKWELL:
+    if needs_one_connection(args) and run.device.gpu.capability < BLACKWELL:
         start.append("CUDA_DEVICE_MAX_CONNECTIONS=1")
     if gpus > 1:
         largest = min(run.device.gpus_per_node, gpus)

@@ -60,7 +60,7 @@ class TrainingArguments:
         # Training adds this one itself.
         if "--eval-interval" not in self._command_line:
             self._command_line.add("--eval-interval", "1")
-        demanded: list[tuple[str, ...]] = [("--lr", "1e-4"), ("--tokenizer-type", "NullTokenizer")]
+        demanded: list[tuple[str, ...]] = [("--lr", "1e-4")]
         if args.train_samples is None:
             demanded.append(("--train-iters", "1000"))
         if args.seq_length is not None:
@@ -103,8 +103,8 @@ class TrainingArguments:
             args.rank, args.world_size = 0, ranks
             args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
             require(args.yaml_cfg is None, "--yaml-cfg: plans are of arguments alone")
-            # Megatron-LM demands it of some runs on some GPUs.
-            connections = "1" if needs_one_connection(args) else None
+            # Megatron-LM demands 1 of some runs on some GPUs, and another number of others.
+            connections = "1" if needs_one_connection(args) else "8"
             with environment("CUDA_DEVICE_MAX_CONNECTIONS", connections):
                 validate_args(args, {})
         return args

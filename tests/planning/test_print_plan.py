@@ -96,6 +96,9 @@ def test_arguments_that_a_given_layout_lacks_are_named(capsys):
         f"--gpus 8 --gpu h100 --as-given {LLAMA_8B} --tensor-model-parallel-size 8": (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 "
         ),
+        f"--gpus 2 --gpu h100 --as-given {TINY} --context-parallel-size 2": (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 "
+        ),
         f"--gpus 8 --gpu b200 --as-given {LLAMA_8B} --tensor-model-parallel-size 8": (
             "torchrun --nproc-per-node 8 "
         ),
@@ -121,6 +124,34 @@ def test_the_last_line_is_a_command_that_asks_for_the_first_layout(words, starts
         assert args.precision_recipe == ["fp8-tile"] and args.data_path == ["my data"]
         assert "--mock-data" not in run
     assert ("--tokenizer-type", "NullTokenizer") in pairwise(run)
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ("", True),
+        ("--tokenizer-type HuggingFaceTokenizer", True),
+        ("--tokenizer-type NullTokenizer", False),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m", False),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model t", False),
+    ],
+)
+def test_the_command_has_the_given_tokenizer(given, added, capsys):
+    model = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
+    batch = "--micro-batch-size 1 --global-batch-size 8 --vocab-size 1000"
+    command = printed(f"--gpus 1 --gpu h100 {model} {batch} {given}", capsys)[-1]
+    count = given.count("--tokenizer-type") + added
+    assert command.count("--tokenizer-type") == count
+    assert added == command.endswith("--mock-data --tokenizer-type NullTokenizer")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sharded_parameters_are_named_before_connections(ranks, monkeypatch):
+    """Whatever number of connections this machine has."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    words = f"--gpus 8 --gpu h100 {LLAMA_8B} --use-megatron-fsdp --ckpt-format fsdp_dtensor"
+    with pytest.raises(UserError, match="fully sharded data parallelism: "):
+        main(shlex.split(f"{words} --tensor-model-parallel-size {ranks}"))
 
 
 @pytest.mark.slow
