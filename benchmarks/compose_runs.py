@@ -301,8 +301,7 @@ def _train(arguments: Sequence[str], folder: Path, logs: bool, began: list[bool]
 
     def recorded(args: Any) -> None:
         if logs and args.save is None:
-            tokens = args.global_batch_size * args.seq_length
-            writer = MetricsWriter(folder, None, args.log_interval, tokens)
+            writer = MetricsWriter(folder, None, args.log_interval, args.seq_length)
             global_vars._GLOBAL_TENSORBOARD_WRITER = writer
             original(args, [watch])
             writer.close()

@@ -211,8 +211,8 @@ def log_metrics(args: Namespace) -> Iterator[None]:
 
     from megatron_lowbit.megatron.run.metrics import MetricsWriter
 
-    board, tokens = global_vars.get_tensorboard_writer(), args.global_batch_size * args.seq_length
-    writer = MetricsWriter(Path(args.save), board, args.log_interval, tokens)
+    board = global_vars.get_tensorboard_writer()
+    writer = MetricsWriter(Path(args.save), board, args.log_interval, args.seq_length)
     global_vars._GLOBAL_TENSORBOARD_WRITER = writer
     try:
         yield

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 from rich.table import Table
 
-from megatron_lowbit.command_line import CommandLine, expand_files
+from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.folders import replace_text
@@ -62,32 +62,36 @@ def rank_layers(
     require(batches > 0, f"--batches {batches}: must be positive")
     if output is not None:
         require(not os.path.lexists(output), f"--output {output} exists; give a new file")
-    require("--load" in training, "give training's arguments, --load among them, after --")
+    # As slow as training to import.
+    from megatron_lowbit.arguments.parser import front_parser, read_command_line
+
+    _, words = read_command_line(front_parser(), training)
+    require("--load" in words, "give training's arguments, --load among them, after --")
     with tempfile.TemporaryDirectory() as folder:
         everywhere = Path(folder) / "everywhere.yaml"
         raw = keep_in_high_precision(recipe, []) | {"output_layer": None}
         everywhere.write_text(yaml.safe_dump(raw, sort_keys=False))
-        layers, is_first_rank = _measure(training, str(everywhere), batches)
+        layers, is_first_rank = _measure(words, str(everywhere), batches)
     if is_first_rank:
         _report(recipe, share, output, layers)
 
 
-def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, LayerErrors], bool]:
+def _measure(words: CommandLine, recipe: str, batches: int) -> tuple[dict[str, LayerErrors], bool]:
     """Run Megatron-LM's loop with a learning rate of zero; return layers, and True on rank 0."""
-    # As slow as training to import.
-    from megatron_lowbit.arguments import front_parser, parse_arguments
+    from megatron_lowbit.arguments import parse_arguments
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.features.logs import Measurement
+    from megatron_lowbit.megatron.features.logs import UNMEASURED, Measurement
     from megatron_lowbit.megatron.run.errors import gather_from_ranks, translate_assertions
     from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
 
-    words = CommandLine(front_parser(), expand_files(training))
     for flag in UNUSED:
         words.remove(flag)
     fixed = ["--precision-recipe", recipe, "--finetune", "--lr", "0", "--lr-decay-style",
              "constant", "--train-iters", str(batches), "--eval-iters", "0",
              "--exit-on-missing-checkpoint"]  # fmt: skip
     args = parse_arguments([*words.tokens(), *fixed])
+    is_grouped = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
+    require(not is_grouped, f"--moe-grouped-gemm: {UNMEASURED}; add --transformer-impl local")
     errors: dict[str, list[tuple[float, float]]] = {}
     weights: dict[str, int] = {}
 

@@ -57,7 +57,7 @@ def test_the_guard_verifies_then_records(saved, write_checkpoint, upstream_saves
 
 def test_what_a_run_has_logged_is_written_before_a_save(saved, monkeypatch):
     """After a resumption, the file has every iteration once."""
-    writer = MetricsWriter(saved, None, log_interval=4, tokens=1)
+    writer = MetricsWriter(saved, None, log_interval=4, seq_length=1)
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
     found: list = []
     metrics = saved / "metrics.jsonl"

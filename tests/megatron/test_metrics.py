@@ -15,7 +15,8 @@ from megatron_lowbit.megatron.run.metrics import MetricsWriter
 # isort: split
 from megatron.training import global_vars
 
-TOKENS = 512
+SEQ_LENGTH, BATCH = 64, 8
+TOKENS = SEQ_LENGTH * BATCH
 
 
 class Board:
@@ -47,17 +48,20 @@ def clock(monkeypatch) -> Clock:
 
 def writer(folder: Path, board: Board | None = None, interval: int = 1, start: int = 0):
     """Build a writer in the state at the beginning of training."""
-    made = MetricsWriter(folder, board, interval, TOKENS)
+    made = MetricsWriter(folder, board, interval, SEQ_LENGTH)
     made.add_text("args", "text", global_step=start)
     return made
 
 
-def train(writer: MetricsWriter, iteration: int, loss: float = 2.5) -> None:
+def train(
+    writer: MetricsWriter, iteration: int, loss: float = 2.5, samples: int | None = None
+) -> None:
     """Write an iteration's scalars as Megatron-LM does."""
+    samples = BATCH * iteration if samples is None else samples
     writer.add_scalar("learning-rate", 3e-4, iteration)
-    writer.add_scalar("learning-rate vs samples", 3e-4, 8 * iteration)
+    writer.add_scalar("learning-rate vs samples", 3e-4, samples)
     writer.add_scalar("lm loss", torch.tensor([loss]), iteration)
-    writer.add_scalar("lm loss vs samples", torch.tensor([loss]), 8 * iteration)
+    writer.add_scalar("lm loss vs samples", torch.tensor([loss]), samples)
     writer.add_scalar("grad-norm", 1.25, iteration)
 
 
@@ -87,6 +91,18 @@ def test_each_iteration_is_one_line(tmp_path):
     made.close()
     made.close()
     assert [record["iteration"] for record in records(tmp_path / "save")] == [1, 2]
+
+
+def test_tokens_of_a_batch_size_that_changes(tmp_path, clock):
+    made = writer(tmp_path, interval=2)
+    for iteration, samples in enumerate((2, 4, 8, 16), 1):
+        train(made, iteration, samples=samples)
+        clock.now += 2
+    made.close()
+    found = records(tmp_path)
+    assert [line["consumed_tokens"] for line in found] == [SEQ_LENGTH * n for n in (2, 4, 8, 16)]
+    assert found[1]["tokens_per_second"] == SEQ_LENGTH * 2 / 2
+    assert found[3]["tokens_per_second"] == SEQ_LENGTH * 12 / 4
 
 
 def test_lines_are_written_at_log_intervals(tmp_path):
@@ -215,7 +231,7 @@ def test_lines_that_a_run_drops_as_it_begins(tmp_path, rest, start, remaining):
 def test_tensorboard_gets_everything(tmp_path):
     board = Board()
     made = writer(tmp_path, board, start=7)
-    made.add_scalar("lm loss vs samples", 2.5, 64, walltime=1.0)
+    made.add_scalar("grad-norm vs samples", 2.5, 64, walltime=1.0)
     made.add_scalar("lm loss validation", 1.0, 8)
     made.add_scalar("lm loss validation", 2.0, 8)
     made.add_histogram("weights", 3, bins=2)
@@ -223,7 +239,7 @@ def test_tensorboard_gets_everything(tmp_path):
     made.close()
     assert board.calls == [
         ("add_text", "args", "text", 7, {}),
-        ("add_scalar", "lm loss vs samples", 2.5, 64, {"walltime": 1.0}),
+        ("add_scalar", "grad-norm vs samples", 2.5, 64, {"walltime": 1.0}),
         ("add_scalar", "lm loss validation", 1.0, 8, {}),
         ("add_scalar", "lm loss validation", 2.0, 8, {}),
         ("add_histogram", "weights", 3, {"bins": 2}),

@@ -5,6 +5,7 @@ As a script this file is one rank of a job: it makes the runs of :func:`make_run
 
 import math
 import sys
+from argparse import Namespace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.features.logs import largest_feature
+from megatron_lowbit.megatron.features.logs import QuantizationLog, largest_feature
 from megatron_lowbit.megatron.pretrain import main
 from tests.marks import others_slow
 from tests.megatron.tiny_models import TINY
@@ -153,6 +154,15 @@ def test_norms_begin_with_outputs_of_rms_1(folder_of, name):
     assert whole.num == 64 * feature.num
     ratio = (64 * feature.sum_squares / whole.sum_squares) ** 0.5
     assert ratio == pytest.approx(outliers[path], rel=1e-4)
+
+
+def test_layers_that_are_not_measured_are_named():
+    chunk = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    log = QuantizationLog(Namespace(chunks=[chunk]))
+    assert list(log.describe()) == []
+    chunk[0].expert_states = []
+    (line,) = log.describe()
+    assert line.startswith("--log-quantization-error-interval: experts that Transformer Engine")
 
 
 def test_the_feature_that_is_largest_over_tokens():

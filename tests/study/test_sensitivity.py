@@ -1,9 +1,11 @@
 """Ranking of a checkpoint's layers by lowbit-study sensitivity, and training with its recipe."""
 
 import shlex
+from argparse import Namespace
 
 import pytest
 
+from megatron_lowbit import arguments
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.study.command import main
@@ -58,8 +60,18 @@ def test_a_recipe_that_keeps_the_worst(tmp_path, capsys):
         (["--recipe", "nvfp4", "--"], "--load among them, after --"),
         (["--recipe", "nvfp4", "--output", __file__, "--", "--load", "x"], "exists; give a new"),
         (["--recipe", "nvfp5", "--", "--load", "x"], "nvfp5"),
+        (["--recipe", "nvfp5", "--", "--load=x"], "nvfp5"),
+        (["--recipe", "nvfp4", "--", "--lod", "x", "--load", "y"], "--lod"),
     ],
 )
 def test_invalid_arguments(arguments, named):
     with pytest.raises(UserError, match=named):
         main(["sensitivity", *arguments])
+
+
+def test_experts_that_are_not_measured_are_refused(monkeypatch):
+    """A machine without CUDA replaces Transformer Engine, which can group experts."""
+    parsed = Namespace(moe_grouped_gemm=True, transformer_impl="transformer_engine")
+    monkeypatch.setattr(arguments, "parse_arguments", lambda _: parsed)
+    with pytest.raises(UserError, match="not measured; add --transformer-impl local"):
+        main(["sensitivity", "--recipe", "nvfp4", "--", "--load", "x"])

@@ -40,6 +40,7 @@ FALLBACKS = "bf16_fallbacks"
 """Start of the names of counts; the GEMM's name follows."""
 _OUTLIER = "outlier_amax"
 """A sum that is a maximum over ranks, by its ending."""
+UNMEASURED = "experts that Transformer Engine groups are not measured"
 _NORM_NAMES = (
     "input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm", "norm",
     "q_layernorm", "k_layernorm",
@@ -59,6 +60,12 @@ class QuantizationLog(Feature):
         super().__init__(run)
         self._iteration = 0
         self._measured: dict[str, Measurement | NormStatistics] = {}
+
+    def describe(self) -> Iterator[str]:
+        """Yield a line if some layers are not measured."""
+        modules = (module for chunk in self.run.chunks for module in chunk.modules())
+        if any(hasattr(module, "expert_states") for module in modules):
+            yield f"--{self.argument.replace('_', '-')}: {UNMEASURED}"
 
     def begin_step(self, iteration: int, training: bool) -> None:
         """Begin to measure an iteration at the interval."""

@@ -26,33 +26,40 @@ class MetricsWriter:
 
     Lines are written every ``log_interval`` iterations, so that not every iteration waits for the
     GPU, and before a checkpoint is saved. ``board`` is TensorBoard's SummaryWriter or None,
-    ``tokens`` the number of an iteration's tokens.
+    ``seq_length`` the number of a sample's tokens.
     """
 
-    def __init__(self, directory: Path, board: Any, log_interval: int, tokens: int) -> None:
+    def __init__(self, directory: Path, board: Any, log_interval: int, seq_length: int) -> None:
         self.path = directory / METRICS
-        self._board, self._interval, self._tokens = board, log_interval, tokens
+        self._board, self._interval, self._seq_length = board, log_interval, seq_length
         self._rows: dict[int, dict[str, Any]] = {}
         # Size of the file without the line of an iteration that may get more values.
         self._final: int | None = None
         self.started = False  # True once training has begun
-        self._since: tuple[int, float] | None = None
-        self._trained: tuple[int, float] | None = None
+        # Iteration, tokens of the run, and time: of the last write, and of the last iteration.
+        self._since: tuple[int, int, float] | None = None
+        self._trained: tuple[int, int, float] | None = None
 
     def add_scalar(self, name: str, value: Any, step: int, **settings: Any) -> None:
         """Add a number or one-element tensor of an iteration."""
         if self._board is not None:
             self._board.add_scalar(name, value, step, **settings)
+        if name == "lm loss vs samples":
+            self._count(step * self._seq_length)
         if name.endswith(" vs samples"):
             return
         if self._rows and step not in self._rows and max(self._rows) % self._interval == 0:
             self._write()
-        if _NAMES.get(name) == "lm_loss":
-            self._trained = step, time.perf_counter()
-            # In the first iteration kernels are compiled: measure from its end on.
-            self._since = self._since or self._trained
         # Keep the first value: the test loss comes last, under the name of the validation loss.
         self._rows.setdefault(step, {}).setdefault(_NAMES.get(name, name.replace(" ", "_")), value)
+
+    def _count(self, tokens: int) -> None:
+        """Add the run's tokens, whatever its batch sizes, to the iteration of the last loss."""
+        iteration = max(self._rows)
+        self._rows[iteration]["consumed_tokens"] = tokens
+        self._trained = iteration, tokens, time.perf_counter()
+        # In the first iteration kernels are compiled: measure from its end on.
+        self._since = self._since or self._trained
 
     def add_text(
         self, tag: str, text: str, global_step: int | None = None, **settings: Any
@@ -76,8 +83,6 @@ class MetricsWriter:
         self._measure_speed()
         lines = []
         for step, row in sorted(self._rows.items()):
-            if "lm_loss" in row:
-                row["consumed_tokens"] = step * self._tokens
             numbers = self._rows[step] = {name: float(value) for name, value in row.items()}
             # JSON has neither NaN nor infinity.
             finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
@@ -106,11 +111,10 @@ class MetricsWriter:
         """
         if self._trained is None or self._trained == self._since:
             return
-        (last, now), since = self._trained, self._since
+        (last, tokens, now), since = self._trained, self._since
         # The final evaluation and checkpoint come after the last iteration and do not count.
         if since is not None and last > since[0] and last in self._rows:
-            tokens = (last - since[0]) * self._tokens
-            self._rows[last]["tokens_per_second"] = tokens / (now - since[1])
+            self._rows[last]["tokens_per_second"] = (tokens - since[1]) / (now - since[2])
         self._since = self._trained
 
     def __getattr__(self, name: str) -> Any:
