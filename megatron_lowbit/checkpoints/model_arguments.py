@@ -31,34 +31,37 @@ _YARN = {
 """Arguments of ``--position-embedding-type yarn`` and megatron-core's defaults."""
 _POSITIONS = {"rope": _ROPE, "yarn": (*_ROPE, *_YARN)}
 """Arguments by the type of position embeddings."""
-_OPTIONAL = (
-    ("use_rope_scaling", "rope_scaling_factor"),
-    ("add_qkv_bias",),
-    ("no_rope_freq",),
-    ("rotary_interleaved",),
-    ("qk_layernorm",),
-    ("layernorm_zero_centered_gamma",),
-    ("geglu",),
-    ("sandwich_norm",),
-    ("residual_multiplier",),
-    ("rotary_seq_len_interpolation_factor",),
-    ("use_mup", "mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power",
-     "mup_base_head_dim"),
-    ("softmax_type",),
-    ("window_size", "window_attn_skip_freq", "window_rotary_base"),
-    ("quick_geglu",),
-    ("glu_linear_offset",),
-    ("activation_func_clamp_value",),
-    ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-     "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
-    ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-     "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
-     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
-    ("hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
-     "mamba_num_heads"),
+_OPTIONAL: tuple[dict[str, Any], ...] = (
+    {"num_experts": None, "moe_router_topk": ..., "moe_ffn_hidden_size": ...,
+     "moe_layer_freq": ..., "moe_router_pre_softmax": ..., "moe_router_score_function": "softmax",
+     "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
+     "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None,
+     "moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False},
+    {"hybrid_layer_pattern": None, "mamba_state_dim": ..., "mamba_head_dim": ...,
+     "mamba_num_groups": ..., "mamba_num_heads": ...},
+    {"multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": ...,
+     "qk_head_dim": ..., "qk_pos_emb_head_dim": ..., "v_head_dim": ..., "rope_type": ...,
+     "rotary_scaling_factor": ..., "mscale": ..., "mscale_all_dim": ...},
+    {"use_rope_scaling": ..., "rope_scaling_factor": ...},
+    {"add_qkv_bias": False}, {"no_rope_freq": None}, {"rotary_interleaved": False},
+    {"qk_layernorm": False}, {"layernorm_zero_centered_gamma": False}, {"geglu": False},
+    {"sandwich_norm": False}, {"residual_multiplier": 1.0},
+    {"rotary_seq_len_interpolation_factor": None},
+    {"use_mup": False, "mup_embedding_mult": ..., "mup_output_mult": 1.0,
+     "mup_attn_scale_power": ..., "mup_base_head_dim": ...},
+    {"softmax_type": "vanilla"},
+    {"window_size": None, "window_attn_skip_freq": None, "window_rotary_base": None},
+    {"quick_geglu": False}, {"glu_linear_offset": 0.0}, {"activation_func_clamp_value": None},
 )  # fmt: skip
-"""Arguments of features that a model has if the first argument of a row is set."""
+"""Arguments of features that a model has if the first argument of a row is set.
+
+Their values are those of a model without the feature; with ``...`` there is none.
+"""
+FEATURES = {name: usual for row in _OPTIONAL for name, usual in row.items() if usual is not ...}
+"""Arguments of features that some families have, and their values in the others' models.
+
+A model without such a feature has no such argument.
+"""
 _PLACE = "the checkpoint's arguments"
 _SIZES = (
     "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size",
@@ -75,41 +78,6 @@ _POSITIVE = (
 )  # fmt: skip
 _FINITE = ("mscale", "mscale_all_dim", "glu_linear_offset")
 
-FEATURES: dict[str, Any] = {
-    "num_experts": None,
-    "hybrid_layer_pattern": None,
-    "multi_latent_attention": False,
-    "q_lora_rank": None,
-    "add_qkv_bias": False,
-    "no_rope_freq": None,
-    "rotary_interleaved": False,
-    "qk_layernorm": False,
-    "layernorm_zero_centered_gamma": False,
-    "geglu": False,
-    "sandwich_norm": False,
-    "residual_multiplier": 1.0,
-    "rotary_seq_len_interpolation_factor": None,
-    "use_mup": False,
-    "mup_output_mult": 1.0,
-    "softmax_type": "vanilla",
-    "window_rotary_base": None,
-    "window_size": None,
-    "window_attn_skip_freq": None,
-    "quick_geglu": False,
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
-}
-"""Arguments of features that some families have, and their values in the others' models.
-
-A model without such a feature has no such argument.
-"""
 _UNCONVERTED: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
@@ -187,7 +155,7 @@ def is_gated(model: Mapping[str, Any]) -> bool:
 
 def _optional(arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments of the features that a run's model has."""
-    names = [name for row in _OPTIONAL if arguments.get(row[0]) for name in row]
+    names = [name for row in _OPTIONAL if arguments.get(next(iter(row))) for name in row]
     for name, usual in FEATURES.items():
         if name in names and arguments.get(name, usual) == usual:
             names.remove(name)
