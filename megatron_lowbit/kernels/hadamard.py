@@ -37,7 +37,7 @@ class Transform(NamedTuple):
 @triton.jit
 def _minus_words(key, H: tl.constexpr):
     """Draw the signs of a transform as words of 32 bits, set where a sign is minus."""
-    QUADS: tl.constexpr = H.size // 4
+    QUADS: tl.constexpr = (H.size + 3) // 4
     quad = tl.arange(0, QUADS)
     s0, s1, s2, s3 = philox(key, quad, tl.full((QUADS,), H.size, tl.int32))
     four = (s0 >> 31) | (s1 >> 31) << 1 | (s2 >> 31) << 2 | (s3 >> 31) << 3
@@ -115,9 +115,12 @@ def transform_tile(x, signs, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
         if H.signs == FIXED_SIGNS:
             minus = ((H.minus >> tl.arange(0, N)) & 1) != 0
         else:
-            row = tl.full((N // 4,), N, tl.int32)
-            w0, w1, w2, w3 = philox(signs, tl.arange(0, N // 4), row)
-            words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N,))
+            QUADS: tl.constexpr = (N + 3) // 4
+            w0, w1, w2, w3 = philox(signs, tl.arange(0, QUADS), tl.full((QUADS,), N, tl.int32))
+            if N == 2:
+                words = tl.reshape(tl.join(w0, w1), (N,))
+            else:
+                words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N,))
             minus = (words >> 31) != 0
         tiles = tl.reshape(x, (A * (B // N), N))
         x = tl.reshape(tl.where(minus[None, :], -tiles, tiles), (A, B))

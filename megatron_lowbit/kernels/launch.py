@@ -62,8 +62,10 @@ def quantize_both(
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
+    # An amax of a side that is not wanted would be recorded.
+    amaxes = row and amaxes[0], col and amaxes[1]
     if not x.numel():
-        return reference(x, row, col)
+        return reference(x, row, col, amaxes)
     keyless = row and row.keyless, col and col.keyless
     plan = _plan(kind_of(x), *keyless, *forms, row is col)
     if plan is None:

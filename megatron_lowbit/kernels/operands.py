@@ -1,7 +1,7 @@
 """Operands of a GEMM on a GPU: codes, exact BF16 numbers, or codes folded into FP8."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -121,6 +121,9 @@ def rounded_values(operand: QuantizedTensor) -> Tensor:
 
 def _decoded(operand: QuantizedTensor, tensor_scale: Tensor | None) -> Tensor:
     """Decode codes times block scales, and a tensor scale if one is given, to BF16 (R, K)."""
+    if kernel_of(operand.format) is None:
+        scale = torch.ones_like(operand.tensor_scale) if tensor_scale is None else tensor_scale
+        return replace(operand, tensor_scale=scale, mean=None).dequantize().to(torch.bfloat16)
     values = torch.empty(_shape(operand), dtype=torch.bfloat16, device=operand.codes.device)
     if values.numel():
         launch = _launcher(*values.shape, operand.format, None, values.device)

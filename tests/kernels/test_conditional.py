@@ -92,12 +92,14 @@ def test_evaluation_records_nothing():
     [
         Request(Quantizer(FORMATS["nvfp4"])),
         Request(Quantizer(FORMATS["fp8-tensor-e4m3"]), Hadamard(16)),
+        Request(Quantizer(FORMATS["fp8-tensor-e4m3"]), Hadamard(256)),
     ],
-    ids=["blocks", "transform"],
+    ids=["blocks", "transform", "transform in a launch of its own"],
 )
-def test_what_the_cast_cannot_take(side):
+@pytest.mark.parametrize("rows", [24, 0])
+def test_what_the_cast_cannot_take(side, rows):
     """A pass before the quantization gives the amax there, of both sides."""
-    check(values(24, 80, torch.bfloat16), (ROW, side), (KNOWN, KNOWN))
+    check(values(24, 80, torch.bfloat16)[:rows], (ROW, side), (KNOWN, KNOWN))
 
 
 def test_an_amax_that_is_there_already():

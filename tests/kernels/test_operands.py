@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_lowbit.kernels import operands
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, rounded_values
@@ -70,6 +71,15 @@ def test_operands_next_to_bf16_are_written(name):
         # Quartet's reference multiplies by the product of both scales.
         close = 2.0**-23 * expected.abs() if name == "quartet2" else 0.0
         assert ((found - expected).abs() <= close).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4-2d", "nvfp4"])
+def test_a_format_without_kernels_is_decoded_by_its_own_code(name, monkeypatch):
+    """Formats of an extension need none."""
+    monkeypatch.setattr(operands, "kernel_of", lambda format: None)
+    q = Quantizer(EXACT[name])(values())
+    assert torch.equal(numbers(exact_values(q)), q.dequantize())
+    assert torch.equal(rounded_values(q), q.dequantize().bfloat16())
 
 
 @pytest.mark.parametrize("name", [n for n in EXACT if "tensor" not in n and n != "nvfp4 rows"])

@@ -58,6 +58,7 @@ RAGGED = (72 if DEVICE == "cuda" else 24, 200)
 TRANSFORMS = (
     Hadamard(16), Hadamard(64, "fresh", "fp32"), Hadamard(128, 7), Hadamard(4, "none"),
     Hadamard(16, "fresh"), Hadamard(16, 7),  # two of them in a group of lanes
+    Hadamard(2), Hadamard(2, "fresh"), Hadamard(2, 7),  # fewer signs than words of a draw
 )  # fmt: skip
 
 

@@ -7,8 +7,10 @@ from one_layer import ENGINE, history, precision_of
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import Hadamard, hadamard_transform
+from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.recipes import OPERANDS
 
 M, N, K = 24, 40, 56
@@ -226,6 +228,22 @@ def test_nvfp4_can_be_delayed():
     y = lowbit_linear(x, weight, LinearContext(how, Engine("tests"), 1, amax_history=state))
     y.backward(dy)
     assert scales == pytest.approx([7.0 / (448 * 6)] * 6, rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed"])
+def test_square_blocks_that_two_gemms_share_are_delayed_on_a_gpu_too(recipe):
+    """Their one quantization records one amax."""
+    _, weight, _ = leaves()
+    how = precision_of(recipe, "amax_history={length: 1, just_in_time: 1}")
+    engines, made, steps = (ReferenceEngine("tests"), FusedEngine((9, 0))), [], []
+    for engine in engines:
+        state = history(1)
+        context = LinearContext(how, engine, 1, amax_history=state)
+        made.append(context.quantize(weight.detach(), Role.WEIGHT, Gemm.FPROP, Gemm.DGRAD))
+        steps.append(state.step)
+    assert torch.equal(*steps) and (steps[0] >= 0).any()
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one.dequantize(), other.dequantize())
 
 
 def test_without_a_history():

@@ -6,10 +6,12 @@ from itertools import product
 import one_layer
 import pytest
 import torch
-from one_layer import ENGINE, history, run
+from one_layer import ENGINE, history, precision_of, run
 from recording_engine import RecordingEngine
 
-from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.layers import LinearContext, lowbit_linear, operands
 from megatron_lowbit.numerics import (
     FORMATS,
     Accumulation,
@@ -19,6 +21,7 @@ from megatron_lowbit.numerics import (
     Rounding,
     format_by_name,
 )
+from megatron_lowbit.numerics.gemms import Gemm
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
     GemmPrecision,
@@ -43,6 +46,23 @@ def by_roles(input=None, weight=None, grad=None) -> LinearPrecision:
 
 
 # Formats
+
+
+IN_FP32 = [name for name, f in FORMATS.items() if not f.exact_in_bf16 and not f.square]
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+def test_wgrad_with_the_codes_of_dgrad_is_the_references(name):
+    """The gradient is exact in BF16, the input is not, so both are multiplied in FP32."""
+    how, products = precision_of("mxfp8", f"input={{format: {name}}}", "grad.axis=dgrad"), []
+    x, _, dy = (one.detach().bfloat16() for one in leaves())
+    for engine in (ReferenceEngine("tests"), FusedEngine((9, 0))):
+        context = LinearContext(how, engine, 1)
+        _, grad = operands.quantize_grad(context, dy, True, True)
+        _, saved = operands.quantize_input(context, x, None, True)
+        of_input = operands.start_wgrad_input(context, saved)()
+        products.append(context.gemm(Gemm.WGRAD, grad, of_input, torch.float32))
+    assert (products[1] - products[0]).norm() <= 2e-3 * products[0].norm()
 
 
 ROLES = ("input", "weight", "grad")
