@@ -170,6 +170,8 @@ def _plan(
     given: tuple[bool, bool], path: str | None,
 ) -> _Plan:  # fmt: skip
     compact = not keep_rows and not keep_sums
+    # Bytes of TetraJet-v2's two scales are no matrix of one scale per block.
+    compact = compact and (quantizer is None or quantizer.format.scale_bits <= 32)
     if path is None:
         # By measurement.
         small = rows * columns * dtype.itemsize <= _one_stage_bytes(ranks)

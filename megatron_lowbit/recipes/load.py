@@ -159,7 +159,8 @@ def bf16_blocks(
     if first == last == 0:
         return ("bf16_blocks=none",) if has_matcher else ()
     if has_matcher:
-        return (f"bf16_blocks.first={first}", f"bf16_blocks.last={last}")
+        enabled = () if matcher else ("bf16_blocks.enabled=true",)
+        return (f"bf16_blocks.first={first}", f"bf16_blocks.last={last}", *enabled)
     blocks = f"{{type: blocks, first: {first}, last: {last}, config: bf16, enabled: true}}"
     return ("configs.bf16={}", f"matchers.bf16_blocks={blocks}")
 

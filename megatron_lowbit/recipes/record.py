@@ -41,6 +41,7 @@ def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: 
     sides = overrides_by_recipe(names, overrides)
     recipes = [read_recipe(name, given) for name, given in zip(names, sides, strict=True)]
     switches = [switch for raw in recipes for switch in raw.get("switches", {}).values()]
+    switches = [switch for switch in switches if switch.get("enabled", True)]
     targets = {switch["to"]: read_recipe(switch["to"]) for switch in switches}
     files = {Path(f) for raw in (*recipes, *targets.values()) for f in raw.get("formats") or ()}
     return {

@@ -156,12 +156,15 @@ def test_a_buffer_that_does_not_fit(tmp_path):
         call(buffer, [x], None, RMSNorm(), name="mxfp6-e3m2", out=Result(quantized=other))
 
 
-@pytest.mark.parametrize(("path", "name"), [("compact", "mxfp8-e4m3"), ("two-stage", None)])
-def test_a_path_that_does_not_fit(tmp_path, path, name):
-    """Codes are gathered where nobody wants the sum."""
-    buffer = shared_area(tmp_path / "buffer", 0, 1)
+@pytest.mark.parametrize(
+    ("path", "name", "keeps_sum"),
+    [("compact", "mxfp8-e4m3", True), ("two-stage", None, True), ("compact", "tetrajet2", False)],
+)
+def test_a_path_that_does_not_fit(tmp_path, path, name, keeps_sum):
+    """Codes are gathered where nobody wants the sum, with one scale per block."""
+    buffer, keep = shared_area(tmp_path / "buffer", 0, 1), (False, keeps_sum)
     with pytest.raises(ValueError, match=f"path '{path}' of this call is none of one-stage, gath"):
-        call(buffer, [torch.ones(4, 128)], None, RMSNorm(), name=name, path=path)
+        call(buffer, [torch.ones(4, 128)], None, RMSNorm(), name=name, keep=keep, path=path)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from fractions import Fraction
 
 import pytest
+import yaml
 
 from megatron_lowbit.numerics.precision import LinearPrecision
-from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipe
+from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load, load_recipe
+from megatron_lowbit.recipes.load import read_recipe
 from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher, count_blocks
 from tests.recipes.conftest import refused
 
@@ -57,6 +59,15 @@ def test_shipped_blocks(name, blocks, first, last):
     """62 blocks give the published 12B run's 2 + 8, and each end keeps one at least."""
     expected = sorted({*range(first), *range(blocks - last, blocks)})
     assert bf16_blocks(load_recipe(name), blocks) == expected
+
+
+def test_blocks_of_the_command_line_switch_on_a_matcher_that_is_off(tmp_path):
+    file = tmp_path / "mine.yaml"
+    raw = read_recipe("nvfp4", ["bf16_blocks.enabled=false"])
+    file.write_text(yaml.safe_dump(raw, sort_keys=False))
+    assert bf16_blocks(load_recipe(str(file)), 10) == []
+    changes = load.bf16_blocks(str(file), 2, 3)
+    assert bf16_blocks(load_recipe(str(file), changes), 10) == [0, 1, 7, 8, 9]
 
 
 def test_bf16_recipe_quantizes_nothing():

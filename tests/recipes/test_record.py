@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes import load_recipe, load_recipes, shipped_recipes
+from megatron_lowbit.recipes.load import read_recipe
 from megatron_lowbit.recipes.record import checked, difference, digest, recipe_from, record_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -46,6 +48,14 @@ def test_a_record_holds_the_changes_of_fields_and_both_recipes():
         "recipe nvfp4+mxfp8 with forward.matchers.bf16_blocks.type blocks instead of nothing "
         "(4 more fields differ)"
     )
+
+
+def test_a_switch_that_is_off_needs_no_target(tmp_path):
+    file = tmp_path / "mine.yaml"
+    switch = {"late": {"fraction": 0.8, "to": "gone.yaml", "part": "all", "enabled": False}}
+    file.write_text(yaml.safe_dump(read_recipe("nvfp4") | {"switches": switch}, sort_keys=False))
+    found = recipe_from(record_of([str(file)]), "a checkpoint")
+    assert found == load_recipe(str(file)) and not found.switches
 
 
 @pytest.mark.parametrize(
