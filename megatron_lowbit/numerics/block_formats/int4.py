@@ -12,7 +12,7 @@ The source computes in the dtype of its weights; this is its result for FP32 wei
 rounded to BF16. An infinity or a NaN makes its group's scale, and so the group, NaN.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ from megatron_lowbit.numerics.block_format import (
     constant,
     for_each_row,
 )
-from megatron_lowbit.numerics.formats import ElementFormat
+from megatron_lowbit.numerics.formats import ElementFormat, round_to_grid
 
 LOWEST, HIGHEST = -8.0, 7.0
 # On [-8, 7] a float with one exponent bit and two of mantissa has the integers' grid.
 INT4 = ElementFormat("int4", 1, 2, max=HIGHEST, min_normal=4.0)
+_ROUNDED = replace(INT4, max=-LOWEST)  # beyond the integers, which saturate after rounding
 _EPSILON = 2.0**-7
 
 
@@ -59,13 +60,7 @@ class INT4Group(BlockFormat):
         # A tensor over a tensor: torch turns tensor / number into tensor * (1 / number).
         scale = _round_to_bf16(largest / torch.full_like(largest, (HIGHEST - LOWEST) / 2))
         scale = torch.where(scale == 0, _EPSILON, scale)
-        steps = (groups / scale).view(x.shape)
-        if uniform is None:
-            steps = steps.round()
-        else:
-            magnitude = steps.abs()
-            floor = magnitude.floor()
-            steps = torch.copysign(floor + (uniform < magnitude - floor).to(torch.float32), steps)
+        steps = round_to_grid((groups / scale).view(x.shape), _ROUNDED, uniform)
         codes = steps.clamp(LOWEST, HIGHEST) - LOWEST
         codes = torch.where(codes.isnan(), -LOWEST, codes).to(torch.uint8)  # the scale says NaN
         return codes, for_each_row(scale, 1).to(torch.bfloat16), constant(1.0, like=x)

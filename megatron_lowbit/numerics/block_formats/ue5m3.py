@@ -32,36 +32,23 @@ from megatron_lowbit.numerics.block_format import (
     for_each_row,
     multiplier,
 )
-from megatron_lowbit.numerics.formats import E2M1, ElementFormat, encode
+from megatron_lowbit.numerics.formats import E2M1, ElementFormat, decode, encode
 
 BLOCK = 16
 UE5M3_MAX = 114688.0
 SCALE = ElementFormat("ue5m3", 5, 3, UE5M3_MAX, 2.0**-14)
 """UE5M3 as an element format: its ninth bit is a sign that no scale has."""
-_DROPPED_BITS = 20
-"""Mantissa bits of FP32 that UE5M3 lacks."""
-_BIAS = (127 - 15) << 3
-"""Difference of the exponent biases, in the last bit of UE5M3."""
 _NAN = 0xFF
 
 
 def encode_ue5m3(x: Tensor) -> Tensor:
     """Round FP32 numbers >= 0 (any shape) to UE5M3 bytes, uint8: saturating, halves to even."""
-    x = x.clamp(max=UE5M3_MAX)
-    bits = x.view(torch.int32)
-    half_less_one = (1 << (_DROPPED_BITS - 1)) - 1
-    normal = ((bits + half_less_one + ((bits >> _DROPPED_BITS) & 1)) >> _DROPPED_BITS) - _BIAS
-    subnormal = (x * 2.0**17).round().to(torch.int32)
-    byte = torch.where(x < 2.0**-14, subnormal, normal)
-    return torch.where(x.isnan(), _NAN, byte).to(torch.uint8)
+    return torch.where(x.isnan(), _NAN, encode(x, SCALE))
 
 
 def decode_ue5m3(scales: Tensor) -> Tensor:
     """Decode UE5M3 bytes (uint8) to FP32."""
-    byte = scales.to(torch.int32)
-    normal = ((byte + _BIAS) << _DROPPED_BITS).view(torch.float32)
-    value = torch.where(byte < 8, byte.to(torch.float32) * 2.0**-17, normal)
-    return value.masked_fill(byte == _NAN, torch.nan)
+    return decode(scales, SCALE).masked_fill(scales == _NAN, torch.nan)
 
 
 @dataclass(frozen=True)
