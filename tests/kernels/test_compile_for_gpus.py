@@ -36,6 +36,7 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "tetrajet2 plain": ("tetrajet2", {}, "nearest", None, "CODES CODES"),
     "nvfp4-4/6 long": ("nvfp4", {"four_over_six": "mae"}, "nearest", 128, "BF16 CODES"),
     "two transforms": ("mxfp4", {}, "stochastic", 16, "CODES CODES"),
+    "shortest transform": ("mxfp4", {}, "stochastic", 2, "CODES CODES"),
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
     "longest transform": ("mxfp4", {}, "stochastic", 256, "CODES CODES"),
     "nvfp4-4/6 longest": ("nvfp4", {"four_over_six": "mae"}, "nearest", 256, "BF16 CODES"),
