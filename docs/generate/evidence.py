@@ -92,7 +92,7 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
         for value in (_growth, lambda curve: curve.validation_losses[-1])
     )
     headings = ("", "runs", "final loss", "gap at the end", "growth in the decay",
-                "gap of validation", "perplexity")  # fmt: skip
+                "validation gap", "perplexity")  # fmt: skip
     names = [row.name for row in rows]
     others = _gaps_to(REFERENCE, contenders) if REFERENCE in names[1:] else {}
     lines = []

@@ -55,7 +55,7 @@ _OPTIONAL: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 """Arguments of features that a model has if the first argument of a row is set.
 
-Their values are those of a model without the feature; with ``...`` there is none.
+Each value is the argument's in a model without the feature; ``...`` if it has none there.
 """
 FEATURES = {name: usual for row in _OPTIONAL for name, usual in row.items() if usual is not ...}
 """Arguments of features that some families have, and their values in the others' models.

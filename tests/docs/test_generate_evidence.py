@@ -24,7 +24,7 @@ def contender():
 def test_validation_is_beside_the_loss(contender):
     found = [contender("BF16", 2.0, math.log(3), math.log(5)), contender("own", 2.2, math.log(7))]
     head, _, first, second = table(compare(found), found).splitlines()
-    assert head.endswith("| growth in the decay | gap of validation | perplexity |")
+    assert head.endswith("| growth in the decay | validation gap | perplexity |")
     assert first == "| BF16 | 2 | 2.0000 ± 0.0000 |  |  |  | 4.000 ± 1.414 |"
     assert second.startswith("| own | 1 | 2.2000 | +10.00% ") and second.endswith("| 7.000 |")
     gap = math.log(7) / math.log(3) - 1  # of the seed that both have
