@@ -150,15 +150,6 @@ def adapt_to_cpu(args: Namespace, words: CommandLine) -> list[str]:
     return lines
 
 
-def needs_one_connection(args: Namespace) -> bool:
-    """Return True if Megatron-LM demands ``CUDA_DEVICE_MAX_CONNECTIONS=1``, even on a CPU."""
-    splits = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    needs_more = (
-        args.use_megatron_fsdp or args.use_torch_fsdp2 or args.overlap_moe_expert_parallel_comm
-    )
-    return splits and not needs_more
-
-
 def _apply(row: _Row, args: Namespace, words: CommandLine) -> str | None:
     """Replace or remove an unsupported argument; return a description of the change."""
     if row.flag not in words:

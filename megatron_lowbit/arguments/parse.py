@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from megatron_lowbit.arguments.cpu import adapt_to_cpu, needs_one_connection
+from megatron_lowbit.arguments.cpu import adapt_to_cpu
 from megatron_lowbit.arguments.from_checkpoint import check_loads
 from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import (
@@ -37,6 +37,7 @@ _REFUSED = {
     "--logits-load-dir": "training does not read a teacher's logits; give --distill-from",
     "--rl-profile": "its profiler is not in Megatron-LM's package; omit it",
     "--apply-residual-connection-post-layernorm": "no layer of Megatron-LM reads it; omit it",
+    "--rampup-batch-size": "Megatron-LM ignores it; give --step-batch-size-schedule",
     "--trust-remote-code": "no code of a tokenizer's folder is run; omit it",
 }
 """Arguments that no run supports, and why."""
@@ -102,7 +103,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     lines = _translate(args, words, machine)
     if os.environ.get("RANK", "0") == "0":
         say(*lines)
-    if machine.capability is None and needs_one_connection(args):
+    splits = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    if machine.capability is None and splits:
         # Megatron-LM's validation demands it; nothing on a CPU reads it.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     tokens = words.tokens()
@@ -226,7 +228,7 @@ def _count_samples(args: Namespace, words: CommandLine) -> str:
     """Convert the schedule to samples, the only unit of Megatron-LM's phases; return a line."""
     batch = args.global_batch_size
     require(
-        batch is not None and "--rampup-batch-size" not in words,
+        batch is not None and args.step_batch_size_schedule is None,
         "--phase-transition-iterations needs a constant --global-batch-size",
     )
     changed = []

@@ -22,7 +22,7 @@ MAX_LANES = tl.constexpr(128)
 
 
 class Transform(NamedTuple):
-    """A transform as a constexpr: 4 to 256 elements, ``factor`` 1 / sqrt(size).
+    """A transform as a constexpr: 2 to 256 elements, ``factor`` 1 / sqrt(size).
 
     ``minus``, of FIXED_SIGNS: bits that are set where a sign is minus.
     """

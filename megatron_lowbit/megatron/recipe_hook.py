@@ -151,7 +151,7 @@ class Switches(Feature):
         run, args = self.run, self.run.args
         if run.recipe.switches:
             yield f"in force from iteration {run.start} on: recipe {run.current.name}"
-        if args.rampup_batch_size or args.step_batch_size_schedule:
+        if args.step_batch_size_schedule:
             return  # The number of iterations is not known.
         last, tokens = run.iterations - 1, args.global_batch_size * args.seq_length
         end = Progress(last, last * tokens, last / run.iterations)

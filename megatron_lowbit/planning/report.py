@@ -7,7 +7,6 @@ from contextlib import suppress
 import torch
 from rich.table import Column, Table
 
-from megatron_lowbit.arguments.cpu import needs_one_connection
 from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics.precision import GemmPrecision, side
@@ -16,7 +15,7 @@ from megatron_lowbit.planning.estimate import BUBBLE, Estimate, padded_vocabular
 from megatron_lowbit.planning.hardware import gpu, gpu_names
 from megatron_lowbit.planning.model import parameters
 from megatron_lowbit.planning.search import MOST_GPUS, Plan, changes, enough_gpus, plan_run
-from megatron_lowbit.planning.training_arguments import TrainingArguments
+from megatron_lowbit.planning.training_arguments import TrainingArguments, needs_one_connection
 from megatron_lowbit.recipes import Layer
 
 _DAY = 86400
@@ -295,8 +294,8 @@ def _command(run: Plan) -> Iterator[str]:
     training, gpus = run.training, run.gpus
     added, flags = list(training.added), training.flags
     added += [] if any(getattr(flags, name) for name in _DATA) else ["--mock-data"]
-    none = "NullTokenizer"
-    has_tokenizer = flags.tokenizer_model or flags.vocab_file or flags.tokenizer_type == none
+    kind, none = flags.tokenizer_type, "NullTokenizer"
+    has_tokenizer = kind == none or (kind and (flags.tokenizer_model or flags.vocab_file))
     added += [] if has_tokenizer else ["--tokenizer-type", none]
     if added:
         yield f"added because the run needs them: {' '.join(added)}"

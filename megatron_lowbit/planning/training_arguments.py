@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 
-from megatron_lowbit.arguments.cpu import needs_one_connection
 from megatron_lowbit.arguments.parse import check_given, environment, translate_refusals
 from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import Machine, translate_precision
@@ -54,6 +53,8 @@ class TrainingArguments:
         args, self._command_line = read_command_line(parser, words)
         check_values(parser, args, self._command_line)
         check_given(args, self._command_line, hybrid=None)
+        schedule = args.step_batch_size_schedule
+        require(schedule is None, "--step-batch-size-schedule: plans are of one batch size")
         self.words, self.flags = words, args
         self.given = deepcopy(self._command_line)
         self.remove("--dry-run", "--world-size", "--gpu")
@@ -108,6 +109,15 @@ class TrainingArguments:
             with environment("CUDA_DEVICE_MAX_CONNECTIONS", connections):
                 validate_args(args, {})
         return args
+
+
+def needs_one_connection(args: Namespace) -> bool:
+    """Return True if Megatron-LM demands ``CUDA_DEVICE_MAX_CONNECTIONS=1`` on Hopper."""
+    splits = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    needs_more = (
+        args.use_megatron_fsdp or args.use_torch_fsdp2 or args.overlap_moe_expert_parallel_comm
+    )
+    return splits and not needs_more
 
 
 @contextlib.contextmanager

@@ -40,9 +40,7 @@ def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: 
     """
     sides = overrides_by_recipe(names, overrides)
     recipes = [read_recipe(name, given) for name, given in zip(names, sides, strict=True)]
-    switches = [switch for raw in recipes for switch in raw.get("switches", {}).values()]
-    switches = [switch for switch in switches if switch.get("enabled", True)]
-    targets = {switch["to"]: read_recipe(switch["to"]) for switch in switches}
+    targets = {name: read_recipe(name) for name in _targets(recipes)}
     files = {Path(f) for raw in (*recipes, *targets.values()) for f in raw.get("formats") or ()}
     return {
         "recipes": [yaml.safe_dump(raw, sort_keys=False) for raw in recipes],
@@ -50,6 +48,12 @@ def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: 
         "format_files": {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)},
         "megatron_lm": megatron_lm,
     }
+
+
+def _targets(raws: Sequence[dict[str, Any]]) -> dict[str, None]:
+    """Return the names of recipes to which switches that are on change, in their order."""
+    switches = [s for raw in raws for s in parse_recipe(raw, "recipe").switches.values()]
+    return dict.fromkeys(switch.to for switch in switches if switch.enabled)
 
 
 def digest(record: Record) -> str:
@@ -131,8 +135,11 @@ def _meaning(record: Record) -> tuple[Any, ...]:
     quantizes = recipe is not None and (
         recipe.oscillation or any(precision.quantized for precision in recipe.precisions())
     )
-    order = [list(raw.get("matchers", ())) for raw in (*raws, *targets.values())]
-    decides = (recipe, order) if quantizes else None
+    decides = None
+    if quantizes:
+        # Older records have the targets of switches that are off, too.
+        ordered = *raws, *(targets[name] for name in _targets(raws))
+        decides = recipe, [list(raw.get("matchers", ())) for raw in ordered]
     return decides, record["format_files"], record["megatron_lm"]
 
 

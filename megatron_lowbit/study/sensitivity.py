@@ -28,7 +28,7 @@ UNUSED = (
     "--fp4-format", "--first-last-layers-bf16", "--num-layers-at-start-in-bf16",
     "--num-layers-at-end-in-bf16", "--log-quantization-error-interval", "--save", "--async-save",
     "--save-keep-last", "--tensorboard-dir", "--wandb-project", "--train-samples",
-    "--rampup-batch-size", "--lr", "--min-lr", "--lr-decay-style", "--lr-decay-iters",
+    "--lr", "--min-lr", "--lr-decay-style", "--lr-decay-iters",
     "--lr-decay-samples", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-warmup-iters",
     "--lr-warmup-samples", "--lr-warmup-fraction", "--lr-warmup-init", "--exit-interval",
 )  # fmt: skip
@@ -80,7 +80,7 @@ def _measure(words: CommandLine, recipe: str, batches: int) -> tuple[dict[str, L
     """Run Megatron-LM's loop with a learning rate of zero; return layers, and True on rank 0."""
     from megatron_lowbit.arguments import parse_arguments
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.features.logs import UNMEASURED, Measurement
+    from megatron_lowbit.megatron.features.logs import UNMEASURED, Measurement, groups_experts
     from megatron_lowbit.megatron.run.errors import gather_from_ranks, translate_assertions
     from megatron_lowbit.megatron.run.steps import run_after_backward, steps_of
 
@@ -90,8 +90,7 @@ def _measure(words: CommandLine, recipe: str, batches: int) -> tuple[dict[str, L
              "constant", "--train-iters", str(batches), "--eval-iters", "0",
              "--exit-on-missing-checkpoint"]  # fmt: skip
     args = parse_arguments([*words.tokens(), *fixed])
-    is_grouped = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
-    require(not is_grouped, f"--moe-grouped-gemm: {UNMEASURED}; add --transformer-impl local")
+    require(not groups_experts(args), f"{UNMEASURED}; add --transformer-impl local")
     errors: dict[str, list[tuple[float, float]]] = {}
     weights: dict[str, int] = {}
 

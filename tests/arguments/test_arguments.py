@@ -125,6 +125,17 @@ def test_a_dry_run_is_for_any_number_of_ranks(monkeypatch, tmp_path):
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+@on_a_cpu
+@pytest.mark.parametrize("sharding", ["--use-megatron-fsdp", "--use-torch-fsdp2"])
+@pytest.mark.parametrize("splits", ["--tensor-model-parallel-size", "--context-parallel-size"])
+def test_a_cpu_divides_tensors_where_a_gpu_shards_parameters(sharding, splits, monkeypatch):
+    """Megatron-LM demands one connection of the former, several of the latter."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    line = f"{sharding} {splits} 2 --dry-run --world-size 2"
+    line += " --ckpt-format fsdp_dtensor" * (sharding == "--use-megatron-fsdp")
+    assert parse(line).world_size == 2
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -158,6 +169,7 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "excludes"),
         ("--init-method-xavier-uniform", "give --init-method-std"),
         ("--lazy-mpu-init", "process groups"),
+        ("--rampup-batch-size 1 1 8", "give --step-batch-size-schedule"),
         ("--rl-profile", "profiler"),
         ("--trust-remote-code", "no code of a tokenizer's folder is run; omit it"),
         ("--apply-residual-connection-post-layernorm", "no layer of Megatron-LM reads it"),

@@ -56,5 +56,6 @@ def test_each_phase_has_its_blend(pretrain_here, datasets, tokens_seen, tmp_path
 
 
 def test_phases_need_one_batch_size(pretrain_here):
-    ramp = ("--rampup-batch-size", 2, 2, 8)
-    assert "constant --global-batch-size" in refused(pretrain_here(*PHASES, "--mock-data", *ramp))
+    schedule = ("--step-batch-size-schedule", "0:2 128:4")
+    refusal = refused(pretrain_here(*PHASES, "--mock-data", *schedule))
+    assert "constant --global-batch-size" in refusal

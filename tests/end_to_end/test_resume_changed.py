@@ -144,7 +144,10 @@ def test_other_samples_of_the_same_data_are_other_data(resumed, name):
 
 @pytest.mark.parametrize(
     ("name", "begins"),
-    by_turns(OF_THE_MODEL, ["goes on", "finetune", "skip_train", "pretrained"]),
+    by_turns(
+        [name for name in OF_THE_MODEL if not name.startswith("yarn_")],
+        ["goes on", "finetune", "skip_train", "pretrained"],
+    ),
 )
 def test_weights_of_a_model_that_computes_something_else_are_refused(resumed, name, begins):
     """The shapes of the tensors are the same."""
@@ -198,14 +201,20 @@ def test_arguments_that_megatron_lm_reads_for_a_model_are_compared_or_known():
 
 
 def test_values_that_megatron_lm_puts_in_the_place_of_none_are_no_difference():
-    assert _UNGIVEN.items() <= _YARN.items()
+    yarn = {name: value for name, value in _YARN.items() if name.startswith("yarn_")}
+    assert {"rope_type": "yarn", **yarn} == _UNGIVEN
     names = {name: OF_THE_MODEL[name] for name in _UNGIVEN}
-    given, unset = Namespace(**_YARN), Namespace(**dict.fromkeys(_YARN))
-    assert changes(given, unset, names) == changes(unset, given, names) == ""
-    other = Namespace(**_YARN | {"yarn_correction_range_round_to_int": False})
-    assert changes(other, unset, names) == (
-        "--yarn-correction-range-round-to-int False instead of True"
+    given, unset = (
+        Namespace(position_embedding_type="yarn", **values)
+        for values in (_UNGIVEN, dict.fromkeys(_UNGIVEN))
     )
+    assert changes(given, unset, names) == changes(unset, given, names) == ""
+    for name, value in (("yarn_beta_fast", 16.0), ("yarn_correction_range_round_to_int", False)):
+        other = Namespace(**vars(given) | {name: value})
+        change = f"{OF_THE_MODEL[name]} {value} instead of {_UNGIVEN[name]}"
+        assert changes(other, unset, names) == change
+        other.position_embedding_type = "rope"
+        assert changes(other, unset, names) == ""
 
 
 def test_errors_name_the_arguments_of_samples_and_models():
@@ -218,7 +227,7 @@ def test_errors_name_the_arguments_of_samples_and_models():
 def refused_but_for(kind: str, args: Namespace, name: str, flag: str, value: object) -> None:
     """Check that a run is refused with another argument, except with ``--resume-changed``."""
     before = getattr(args, name)
-    values = (value, _UNGIVEN.get(name) if before is None else before)
+    values = (value, _UNGIVEN.get(name, before) if before is None else before)
     shown = [not each for each in values] if name in _NEGATED else values
     change = re.escape("{} {} instead of {}".format(flag, *shown))
     setattr(args, name, value)

@@ -36,8 +36,9 @@ iteration 3, validation loss \d\.\d{{4}}
 
 
 STEP = (
-    " [10:00] iteration {step:8d}/     100 | consumed samples: 8 | global batch size:     4 |"
-    "{loss} loss scale: 1.0 | number of skipped iterations: {skipped:3d} |"
+    " [10:00] iteration {step:8d}/     100 | consumed samples: {samples:12d} |"
+    " global batch size:     4 |{loss} loss scale: 1.0 |"
+    " number of skipped iterations: {skipped:3d} |"
 )
 
 
@@ -93,16 +94,19 @@ def test_without_it(pretrain_here, tmp_path):
 
 
 def test_progress(monkeypatch, capsys, tmp_path):
-    """The first line of a run has no speed; skipped iterations are counted and have no loss."""
+    """The first line of a run has no speed; skipped iterations are counted and have no loss.
+
+    Tokens are those that were read, whatever the batch sizes.
+    """
     log = short_log._Log(Namespace(save=tmp_path, seq_length=256))
-    for seconds, step, skipped in ((40, 1, 0), (42, 5, 0), (52, 10, 5)):
+    for seconds, step, samples, skipped in ((40, 1, 4, 0), (42, 5, 20, 0), (52, 10, 60, 5)):
         monkeypatch.setattr(short_log.time, "perf_counter", lambda now=seconds: now)
         loss = " lm loss: 8.5E+00 |" if not skipped else ""
-        log(STEP.format(step=step, loss=loss, skipped=skipped))
+        log(STEP.format(step=step, samples=samples, loss=loss, skipped=skipped))
     assert capsys.readouterr().out.splitlines() == [
         "iteration 1/100, loss 8.5000",
         "iteration 5/100, loss 8.5000, 2,048 tokens/s, 0:00:48 left",
-        "iteration 10/100, 5 skipped, 512 tokens/s, 0:03:00 left",
+        "iteration 10/100, 5 skipped, 1,024 tokens/s, 0:03:00 left",
     ]
 
 

@@ -32,10 +32,6 @@ def refusal(load: Path, **changes: object) -> str:
     return str(caught.value)
 
 
-def named(directory: Path) -> str:
-    return (directory / files.TRACKER).read_text().strip()
-
-
 def turn_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

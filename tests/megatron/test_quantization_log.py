@@ -156,13 +156,24 @@ def test_norms_begin_with_outputs_of_rms_1(folder_of, name):
     assert ratio == pytest.approx(outliers[path], rel=1e-4)
 
 
-def test_layers_that_are_not_measured_are_named():
-    chunk = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    log = QuantizationLog(Namespace(chunks=[chunk]))
-    assert list(log.describe()) == []
-    chunk[0].expert_states = []
-    (line,) = log.describe()
-    assert line.startswith("--log-quantization-error-interval: experts that Transformer Engine")
+@pytest.mark.parametrize(
+    ("changes", "are_grouped"),
+    [
+        ({"moe_grouped_gemm": True}, True),
+        ({"hybrid_layer_pattern": "ME"}, True),
+        ({}, False),
+        ({"moe_grouped_gemm": True, "transformer_impl": "local"}, False),
+        ({"hybrid_layer_pattern": "M-", "num_experts": None}, False),
+    ],
+    ids=str,
+)
+def test_layers_that_are_not_measured_are_named(changes, are_grouped):
+    args = {"num_experts": 4, "moe_grouped_gemm": False, "hybrid_layer_pattern": None,
+            "transformer_impl": "transformer_engine"}  # fmt: skip
+    lines = list(QuantizationLog(Namespace(args=Namespace(**args | changes))).describe())
+    assert len(lines) == are_grouped
+    start = "--log-quantization-error-interval: experts that Transformer Engine groups"
+    assert all(line.startswith(start) for line in lines)
 
 
 def test_the_feature_that_is_largest_over_tokens():

@@ -134,6 +134,8 @@ def test_the_last_line_is_a_command_that_asks_for_the_first_layout(words, starts
         ("--tokenizer-type NullTokenizer", False),
         ("--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m", False),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model t", False),
+        ("--tokenizer-model t", True),
+        ("--vocab-file v --merge-file m", True),
     ],
 )
 def test_the_command_has_the_given_tokenizer(given, added, capsys):
@@ -143,6 +145,13 @@ def test_the_command_has_the_given_tokenizer(given, added, capsys):
     count = given.count("--tokenizer-type") + added
     assert command.count("--tokenizer-type") == count
     assert added == command.endswith("--mock-data --tokenizer-type NullTokenizer")
+
+
+def test_batch_sizes_by_schedule_are_refused(capsys):
+    words = f"--gpus 8 --gpu h100 {LLAMA_8B} --step-batch-size-schedule '0:8 1e6:16'"
+    with pytest.raises(UserError, match=r"^--step-batch-size-schedule: "):
+        main(shlex.split(words))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -50,12 +50,17 @@ def test_a_record_holds_the_changes_of_fields_and_both_recipes():
     )
 
 
-def test_a_switch_that_is_off_needs_no_target(tmp_path):
+@pytest.mark.parametrize("off", [False, "off", 0])
+def test_a_switch_that_is_off_needs_no_target(tmp_path, off):
+    """Older records have it."""
     file = tmp_path / "mine.yaml"
-    switch = {"late": {"fraction": 0.8, "to": "gone.yaml", "part": "all", "enabled": False}}
+    switch = {"late": {"fraction": 0.8, "to": "gone.yaml", "part": "all", "enabled": off}}
     file.write_text(yaml.safe_dump(read_recipe("nvfp4") | {"switches": switch}, sort_keys=False))
-    found = recipe_from(record_of([str(file)]), "a checkpoint")
+    record = record_of([str(file)])
+    found = recipe_from(record, "a checkpoint")
     assert found == load_recipe(str(file)) and not found.switches
+    older = record | {"targets": {"gone.yaml": record_of(["mxfp8"])["recipes"][0]}}
+    assert difference(record, older) is difference(older, record) is None
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_invalid_arguments(arguments, named):
 
 def test_experts_that_are_not_measured_are_refused(monkeypatch):
     """A machine without CUDA replaces Transformer Engine, which can group experts."""
-    parsed = Namespace(moe_grouped_gemm=True, transformer_impl="transformer_engine")
+    parsed = Namespace(num_experts=4, moe_grouped_gemm=False, hybrid_layer_pattern="ME",
+                       transformer_impl="transformer_engine")  # fmt: skip
     monkeypatch.setattr(arguments, "parse_arguments", lambda _: parsed)
     with pytest.raises(UserError, match="not measured; add --transformer-impl local"):
         main(["sensitivity", "--recipe", "nvfp4", "--", "--load", "x"])

@@ -63,8 +63,7 @@ class QuantizationLog(Feature):
 
     def describe(self) -> Iterator[str]:
         """Yield a line if some layers are not measured."""
-        modules = (module for chunk in self.run.chunks for module in chunk.modules())
-        if any(hasattr(module, "expert_states") for module in modules):
+        if groups_experts(self.run.args):
             yield f"--{self.argument.replace('_', '-')}: {UNMEASURED}"
 
     def begin_step(self, iteration: int, training: bool) -> None:
@@ -85,6 +84,12 @@ class QuantizationLog(Feature):
                 for name, value in layer_figures.items()
             }
             write_scalars(scalars, self._iteration + 1)
+
+
+def groups_experts(args: Namespace) -> bool:
+    """Return True if Transformer Engine groups a model's experts, as in every hybrid of its."""
+    is_grouped = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
+    return bool(args.num_experts and is_grouped and args.transformer_impl == "transformer_engine")
 
 
 class Measurement:

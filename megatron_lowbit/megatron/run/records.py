@@ -37,8 +37,8 @@ _OF_SAMPLES = {
 }  # fmt: skip
 """Arguments that decide which samples of the same data sets come next, by their attributes."""
 _UNGIVEN = {
-    "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
-    "yarn_correction_range_round_to_int": True,
+    "rope_type": "yarn", "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True,
 }  # fmt: skip
 """Values that Megatron-LM puts in the place of None."""
 OF_THE_MODEL = {
@@ -67,7 +67,8 @@ OF_THE_MODEL = {
         "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved",
         "dsa_indexer_k_norm_epsilon", "multi_latent_attention", "moe_latent_size",
         "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
-        "mup_base_head_dim", "mrope_section", *_UNGIVEN,
+        "mup_base_head_dim", "mrope_section", "yarn_original_max_position_embeddings",
+        "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
     )
 }  # fmt: skip
 """Arguments that change what a model computes, by their attributes.
@@ -199,6 +200,8 @@ def changes(args: Namespace, saved: Any, flags: Mapping[str, str]) -> str:
     """
     found = []
     for name, flag in flags.items():
+        if name.startswith("yarn_") and args.position_embedding_type != "yarn":
+            continue  # Megatron-LM does not read it.
         given = getattr(args, name, None), getattr(saved, name, None)
         pair = [_UNGIVEN.get(name) if value is None else value for value in given]
         if hasattr(saved, name) and (pair[0] or None) != (pair[1] or None):

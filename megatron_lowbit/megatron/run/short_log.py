@@ -25,7 +25,7 @@ from megatron_lowbit.megatron.run.errors import gather_from_ranks, say_on_rank_0
 
 _BEGIN = "training ..."
 _STEP = re.compile(
-    r"iteration +(?P<step>\d+)/ *(?P<last>\d+) \|.* global batch size: +(?P<batch>\d+) \|"
+    r"iteration +(?P<step>\d+)/ *(?P<last>\d+) \| consumed samples: +(?P<samples>\d+) \|"
     r"(?:.* lm loss: (?P<loss>\S+) \|)?.* skipped iterations: +(?P<skipped>\d+) \|"
 )
 _LOSS = re.compile(
@@ -72,7 +72,8 @@ class _Log:
     def __init__(self, args: Namespace) -> None:
         self._args = args
         self._file: TextIO = io.StringIO()
-        self._shown: tuple[int, float] | None = None  # iteration of the last line, and its time
+        # Iteration and consumed samples of the last line, and its time.
+        self._shown: tuple[int, int, float] | None = None
 
     def __call__(self, text: str) -> None:
         self._file.write(text)
@@ -118,12 +119,13 @@ class _Log:
             line += f", loss {float(found['loss']):.4f}"
         if skipped:
             line += f", {skipped} skipped"
+        samples = int(found["samples"])
         if self._shown is not None:
-            seconds = (now - self._shown[1]) / (step - self._shown[0])
-            tokens = int(found["batch"]) * self._args.seq_length
-            left = timedelta(seconds=round(seconds * (last - step)))
+            seconds = now - self._shown[2]
+            tokens = (samples - self._shown[1]) * self._args.seq_length
+            left = timedelta(seconds=round(seconds * (last - step) / (step - self._shown[0])))
             line += f", {tokens / seconds:,.0f} tokens/s, {left} left"
-        self._shown = step, now
+        self._shown = step, samples, now
         return line
 
 
@@ -147,9 +149,9 @@ def start_lines(args: Namespace, warnings: int) -> Iterator[str]:
         tokens = sum(int(read_index(prefix).lengths.sum(dtype="int64")) for prefix in prefixes)
         data += f", {tokens:,} tokens"
     yield f"data: {data}; tokenizer {args.tokenizer_model or args.tokenizer_type}"
-    batch = f"{'up to ' if args.rampup_batch_size else ''}{args.global_batch_size}"
     plan = f"iterations {args.iteration + 1} to {args.train_iters}"
-    plan += f", {batch} x {args.seq_length} tokens in each"
+    if args.step_batch_size_schedule is None:
+        plan += f", {args.global_batch_size} x {args.seq_length} tokens in each"
     if args.eval_iters and args.eval_interval <= args.train_iters:
         plan += f"; validation every {args.eval_interval} iterations"
     yield f"plan: {plan}"
