@@ -6,6 +6,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/nvfp4
+# In the order of their folders, which ends with short files; by default the longest come last. The
+# third process computes while another waits for ranks that it has started.
+PYTEST := $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # The standard library's own source: text that every machine with Python has.
 STDLIB := $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packages test tests
@@ -27,16 +30,14 @@ parity: .venv/installed data/stdlib.idx
 docs: .venv/docs-installed
 	$(BIN)/mkdocs build --strict
 
-# In the order of their folders, which ends with short files; by default the longest come last. The
-# third process computes while another waits for ranks that it has started.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 test-all: test
-	$(BIN)/pytest -q -m "slow or hypothesis" --hypothesis-profile explore
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile explore
 
 data/stdlib.idx: .venv/installed
 	$(BIN)/lowbit-tokenizer $(SOURCES) --vocab-size 4096 --output data/tokenizer
