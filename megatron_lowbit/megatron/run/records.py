@@ -198,9 +198,9 @@ def changes(args: Namespace, saved: Any, flags: Mapping[str, str]) -> str:
 
     None stands for an argument that is not given.
     """
-    found = []
+    found, has_yarn = [], getattr(args, "position_embedding_type", None) == "yarn"
     for name, flag in flags.items():
-        if name.startswith("yarn_") and args.position_embedding_type != "yarn":
+        if name.startswith("yarn_") and not has_yarn:
             continue  # Megatron-LM does not read it.
         given = getattr(args, name, None), getattr(saved, name, None)
         pair = [_UNGIVEN.get(name) if value is None else value for value in given]
