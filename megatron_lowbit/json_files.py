@@ -58,6 +58,10 @@ def as_object(content: Any, source: str) -> dict[str, Any]:
     return content
 
 
+_LONGEST = 255
+"""Bytes of a file's name in the file systems of Linux."""
+
+
 def is_inside(name: Any) -> bool:
     """Tell whether parsed JSON is the name of a file below a folder, or in it."""
     try:
@@ -66,7 +70,8 @@ def is_inside(name: Any) -> bool:
         return False
     path = PurePosixPath(name)
     is_below = path.name != "" and not path.is_absolute() and ".." not in path.parts
-    return is_below and b"\0" not in encoded
+    has_no_long_part = all(len(part) <= _LONGEST for part in encoded.split(b"/"))
+    return is_below and has_no_long_part and len(encoded) < 2**11 and b"\0" not in encoded
 
 
 class Entries:

@@ -109,8 +109,10 @@ def test_invalid_json(broken, content, message):
 
 
 @pytest.mark.parametrize(
-    "file", ["/dev/zero", "../source/0.safetensors", "a/../../x", "a\0b", "\ud800", "", [1], None]
-)
+    "file",
+    ["/dev/zero", "../source/0.safetensors", "a/../../x", "a\0b", "\ud800", "", [1], None,
+     "x" * 256, "\u1234" * 86, "x/" * 2000 + "x"],
+)  # fmt: skip
 def test_an_index_that_names_no_file_of_the_folder(broken, file):
     index = json.loads((broken / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = file
