@@ -113,6 +113,7 @@ def test_unknown_without_the_recipe(extended, run_code):
     assert "unknown format 'mxint8'" in run_code(extended, code)
 
 
+@pytest.mark.slow
 def test_an_entry_point(page, extended, tmp_path, run_code):
     """An installed package is a folder with metadata; its formats need no recipe."""
     (tmp_path / "my_package").mkdir()

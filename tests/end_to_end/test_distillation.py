@@ -55,6 +55,7 @@ def test_a_quantized_student_learns_from_its_teacher(pretrain_here, teacher, tmp
     assert validation == pytest.approx(losses(teacher)[8], rel=0.1)
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_losses_of_one(pretrain_here, pretrain_ranks, teacher, tmp_path):
     done(pretrain_here(*arguments(teacher, tmp_path / "one", *QUANTIZED)))
     split = {

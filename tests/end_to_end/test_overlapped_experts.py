@@ -5,6 +5,8 @@ from tiny_run import check_same_tensors, steps
 
 from megatron_lowbit.megatron.run.common_state import read_common_state
 
+pytestmark = pytest.mark.slow
+
 RECIPES = {
     "bf16": ("--precision-recipe", "bf16"),
     "fp8-tile": ("--precision-recipe", "fp8-tile"),
