@@ -58,8 +58,8 @@ def as_object(content: Any, source: str) -> dict[str, Any]:
     return content
 
 
-_LONGEST = 255
-"""Bytes of a file's name in the file systems of Linux."""
+_NAME_MAX, _PATH_MAX = 255, 4096
+"""Most bytes of a file's name, and of a path, on Linux."""
 
 
 def is_inside(name: Any) -> bool:
@@ -70,8 +70,10 @@ def is_inside(name: Any) -> bool:
         return False
     path = PurePosixPath(name)
     is_below = path.name != "" and not path.is_absolute() and ".." not in path.parts
-    has_no_long_part = all(len(part) <= _LONGEST for part in encoded.split(b"/"))
-    return is_below and has_no_long_part and len(encoded) < 2**11 and b"\0" not in encoded
+    # The folder's own path takes the other half.
+    fits = len(encoded) < _PATH_MAX // 2
+    fits = fits and all(len(part) <= _NAME_MAX for part in encoded.split(b"/"))
+    return is_below and fits and b"\0" not in encoded
 
 
 class Entries:

@@ -285,3 +285,10 @@ def _replace_one(content: Any, generator: random.Random) -> None:
         else:
             content[key] = other
         return
+
+
+def turn_bit(file: Path, position: int | None = None) -> None:
+    """Change a bit of a file's byte, by default the one in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 1
+    file.write_bytes(content)

@@ -169,9 +169,9 @@ def _plan(
     norm: MXNorm | RMSNorm, quantizer: Quantizer | None, keep_rows: bool, keep_sums: bool,
     given: tuple[bool, bool], path: str | None,
 ) -> _Plan:  # fmt: skip
-    compact = not keep_rows and not keep_sums
-    # Bytes of TetraJet-v2's two scales are no matrix of one scale per block.
-    compact = compact and (quantizer is None or quantizer.format.scale_bits <= 32)
+    # TetraJet-v2's bytes of two scales are no matrix of one scale per block.
+    has_one_scale = quantizer is None or quantizer.format.scale_bits <= 32
+    compact = not keep_rows and not keep_sums and has_one_scale
     if path is None:
         # By measurement.
         small = rows * columns * dtype.itemsize <= _one_stage_bytes(ranks)

@@ -181,7 +181,7 @@ def quantize_grad(
     if needs_wgrad and context.plan()[Gemm.WGRAD, Role.GRAD].source is Source.DEQUANTIZED:
         by_row, _ = context.quantize(grad, Role.GRAD, Gemm.DGRAD, None, amax=amax)
         codes = without_source(by_row)
-        if context.precision.wgrad.dequantizes:
+        if context.precision.wgrad.dequantizes:  # in FP32, even if the gradient is exact in BF16
             return by_row, context.engine.dequantize(codes, torch.float32).t()
         return by_row, context.engine.transpose(codes, codes)
     return context.quantize(grad, Role.GRAD, row, col, amax=amax)

@@ -14,6 +14,7 @@ import torch
 from tiny_run import ONE_MICROBATCH, done, refused, run_alone, steps
 
 from megatron_lowbit.storage import files
+from tests.hostile_checkpoints import turn_bit
 
 RUN = ("--fp8-recipe", "fp8-delayed", "--save-interval", 2, *ONE_MICROBATCH)
 FILES = ("__0_0.distcp", ".metadata", "metadata.json", "lowbit.json")
@@ -51,15 +52,13 @@ def test_classes_that_another_library_took_off_torchs_list(resume):
 
 
 def damage(file: Path, harm: str) -> None:
-    content = bytearray(file.read_bytes())
     if harm == "removed":
         file.unlink()
     elif harm == "cut":
         # The last character of lowbit.json ends its line.
-        file.write_bytes(content[:-2])
+        file.write_bytes(file.read_bytes()[:-2])
     else:
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        turn_bit(file)
 
 
 def test_the_last_checkpoints_are_kept(whole):

@@ -32,12 +32,6 @@ def refusal(load: Path, **changes: object) -> str:
     return str(caught.value)
 
 
-def turn_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def is_recorded(path: Path) -> bool:
     """Return True if a checkpoint has a record; check that it matches the files."""
     if not (path / files.DOCUMENT).exists():

@@ -15,8 +15,8 @@ from megatron.training.checkpointing import read_metadata
 
 from megatron_lowbit.megatron.run.load_source import verify_checkpoint
 from megatron_lowbit.storage import files
-from tests.hostile_checkpoints import Evil
-from tests.megatron.saved_checkpoints import SHARD, choose, refusal, turn_bit
+from tests.hostile_checkpoints import Evil, turn_bit
+from tests.megatron.saved_checkpoints import SHARD, choose, refusal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
+from tests.hostile_checkpoints import turn_bit
 
 SHARD = "__0_0.distcp"
 FILES = (SHARD, ".metadata", "metadata.json")
@@ -17,12 +18,6 @@ FILES = (SHARD, ".metadata", "metadata.json")
 @pytest.fixture
 def newest(saved) -> Path:
     return saved / "iter_0000003"
-
-
-def turn_bit(file: Path, position: int | None = None) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2 if position is None else position] ^= 1
-    file.write_bytes(content)
 
 
 def error_of_checking(path: Path) -> str:

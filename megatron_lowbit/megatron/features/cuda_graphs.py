@@ -44,8 +44,7 @@ class CudaGraphs(Feature):
         super().__init__(run)
         self._precisions: list[LinearPrecision] = []
         self._replay: Callable[[], None] | None = None
-
-    _replays = True
+        self._replays = True
 
     @classmethod
     def is_on(cls, args: Namespace, recipe: Recipe) -> bool:

@@ -87,7 +87,7 @@ class QuantizationLog(Feature):
 
 
 def groups_experts(args: Namespace) -> bool:
-    """Return True if Transformer Engine groups a model's experts, as in every hybrid of its."""
+    """Return True if Transformer Engine groups a model's experts, as it does in all hybrids."""
     is_grouped = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
     return bool(args.num_experts and is_grouped and args.transformer_impl == "transformer_engine")
 

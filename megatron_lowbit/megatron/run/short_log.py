@@ -121,9 +121,10 @@ class _Log:
             line += f", {skipped} skipped"
         samples = int(found["samples"])
         if self._shown is not None:
-            seconds = now - self._shown[2]
-            tokens = (samples - self._shown[1]) * self._args.seq_length
-            left = timedelta(seconds=round(seconds * (last - step) / (step - self._shown[0])))
+            step_before, samples_before, before = self._shown
+            seconds = now - before
+            tokens = (samples - samples_before) * self._args.seq_length
+            left = timedelta(seconds=round(seconds * (last - step) / (step - step_before)))
             line += f", {tokens / seconds:,.0f} tokens/s, {left} left"
         self._shown = step, samples, now
         return line
