@@ -53,7 +53,7 @@ RECOMMENDED = {
     "mxfp8": "pretraining on H100 and H200",
     "mxfp8 with its output layer": "faster, with a larger loss gap",
     "fp8-tile": "pretraining with the blocks of DeepSeek-V3, which servers load directly",
-    "nvfp4-backward": "FP4 with a small gap: NVFP4 gradients, forward in MXFP8",
+    "mxfp4-backward": "FP4 with a small gap: a forward pass in BF16, gradients in MXFP4",
     "nvfp4": "NVIDIA's NVFP4 pretraining",
 }
 """Recipes of README's table, and their use."""

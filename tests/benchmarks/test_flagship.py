@@ -56,10 +56,10 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 def test_cases():
     """Every model in its precisions, some with graphs too, of this project or upstream's."""
     found = flagship.cases()
-    fused, even, spread = 2 * 2, 2 * (11 + 2), 2 * 11 + 4
-    long, split = 11, 2 * (11 + 3) + 4
-    whole_on_one, whole_on_two = 11, 2 * 11
-    count = 28 * (6 + 11) + whole_on_one + whole_on_two + fused + even + spread + long + split
+    fused, even, spread = 2 * 2, 2 * (12 + 2), 2 * 12 + 4
+    long, split = 12, 2 * (12 + 3) + 4
+    whole_on_one, whole_on_two = 12, 2 * 12
+    count = 29 * (6 + 12) + whole_on_one + whole_on_two + fused + even + spread + long + split
     assert len({case.name for case in found}) == len(found) == count
     for case in found:
         words = flagship.words_of(case, 14)
