@@ -59,7 +59,7 @@ def test_cases():
     fused, even, spread = 2 * 2, 2 * (12 + 2), 2 * 12 + 4
     long, split = 12, 2 * (12 + 3) + 4
     whole_on_one, whole_on_two = 12, 2 * 12
-    count = 29 * (6 + 12) + whole_on_one + whole_on_two + fused + even + spread + long + split
+    count = 29 * (6 + 11) + whole_on_one + whole_on_two + fused + even + spread + long + split
     assert len({case.name for case in found}) == len(found) == count
     for case in found:
         words = flagship.words_of(case, 14)
