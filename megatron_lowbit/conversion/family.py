@@ -6,9 +6,10 @@ them.
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import FEATURES, MOST_EXPERTS, MOST_LAYERS
@@ -173,6 +174,25 @@ class Family:
     more_arguments: Callable[[Entries], dict[str, Any]] = lambda entries: {}
     more_entries: Callable[[Model], dict[str, Any]] = lambda model: {}
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def variant(
+        self,
+        names: Sequence[str] = (),
+        *,
+        without: Collection[str] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        entries: Mapping[str, Entry] = MappingProxyType({}),
+        **changes: Any,
+    ) -> Self:
+        """Return a family with more arguments and entries, ``without`` some of this one's.
+
+        ``names`` are its name, architecture and model_type.
+        """
+        changes |= zip(("name", "architecture", "model_type"), names, strict=False)
+        for key, more in (("arguments", arguments), ("entries", entries)):
+            base = {k: v for k, v in getattr(self, key).items() if k not in without}
+            changes[key] = {**base, **more}
+        return replace(self, **changes)
 
     def from_config(self, config: dict[str, Any]) -> ConvertibleModel:
         """Return the model that a config.json describes.

@@ -1,6 +1,6 @@
 """Operands as tensors, which autograd saves, and a description that restores them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
@@ -55,6 +55,34 @@ def unflatten(description: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(description, _Dataclass):
         return description.cls(*(unflatten(part, tensors) for part in description.fields))
     return description
+
+
+def save(ctx: Any, values: Iterable[Any], weights: Sequence[Tensor]) -> None:
+    """Save values for the backward pass, which :func:`restore` returns.
+
+    Weights are not saved as autograd saves tensors: hooks on saved tensors would copy them in high
+    precision, although most GEMMs take codes.
+    """
+    tensors: list[Tensor] = []
+    ctx.saved = [flatten(value, tensors) for value in values]
+    ctx.save_for_backward(*tensors)
+    ctx.versions = [(weight, weight._version) for weight in weights]
+
+
+def restore(ctx: Any) -> list[Any]:
+    """Return what :func:`save` saved.
+
+    Raises RuntimeError for a weight that has changed since forward, as autograd does.
+    """
+    for weight, version in ctx.versions:
+        if weight._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a weight {tuple(weight.shape)} of a quantized linear layer is "
+                f"at version {weight._version}; expected version {version} instead"
+            )
+    tensors = iter(ctx.saved_tensors)
+    return [unflatten(value, tensors) for value in ctx.saved]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -22,7 +22,7 @@ from megatron_lowbit.kernels.split import (
     transposes_of,
 )
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_autocast
+from megatron_lowbit.layers.autograd_state import restore, save, without_autocast
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.counts import (
     DeviceCounts,
@@ -254,10 +254,7 @@ class _GroupedLinear(torch.autograd.Function):
         group.multiply(Gemm.FPROP, inputs, by_row, RowSlices(y, tokens))
         needs_dgrad = trains and x.requires_grad
         saved = kept if keeps else None, by_col if needs_dgrad else None
-        tensors: list[Tensor] = []
-        ctx.saved = [flatten(part, tensors) for part in saved]
-        ctx.save_for_backward(*tensors)
-        ctx.versions = operands.versions_of(weights if needs_dgrad else [])
+        save(ctx, saved, weights if needs_dgrad else [])
         ctx.tokens, ctx.permutation, ctx.group, ctx.weights = tokens, permutation, group, weights
         return y
 
@@ -266,9 +263,7 @@ class _GroupedLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, tokens, weights = ctx.group, ctx.tokens, ctx.weights
-        operands.check_versions(weights, ctx.versions)
-        tensors = iter(ctx.saved_tensors)
-        kept, dgrad_weights = (unflatten(part, tensors) for part in ctx.saved)
+        kept, dgrad_weights = restore(ctx)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
         row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
         by_row, by_col = group.quantize(RowSlices(grad, tokens), Role.GRAD, row, col)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lowbit.errors import require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
+from megatron_lowbit.layers.autograd_state import eager, restore, save, without_autocast
 from megatron_lowbit.layers.context import LinearContext, draw_key
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.numerics.gemms import Gemm
@@ -117,10 +117,7 @@ class _LowbitLinear(torch.autograd.Function):
     ) -> Tensor:
         needs = (context.training and x.requires_grad, context.training and weight.requires_grad)
         y, saved = forward_linear(context, x, weight, bias, operand, needs, amax)
-        tensors: list[Tensor] = []
-        ctx.saved = [flatten(part, tensors) for part in saved]
-        ctx.save_for_backward(*tensors)
-        ctx.versions = operands.versions_of([weight] if needs[0] else [])
+        save(ctx, saved, [weight] if needs[0] else [])
         ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
         return y
 
@@ -129,11 +126,8 @@ class _LowbitLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        operands.check_versions([ctx.weight], ctx.versions)
-        tensors = iter(ctx.saved_tensors)
-        saved = [unflatten(part, tensors) for part in ctx.saved]
         needs = needs_dgrad, needs_wgrad
-        dgrad, wgrad = backward_linear(ctx.context, ctx.weight, saved, grad, needs)
+        dgrad, wgrad = backward_linear(ctx.context, ctx.weight, restore(ctx), grad, needs)
         bias_grad = grad.sum(dim=0) if ctx.has_bias and needs_bias else None
         return dgrad, wgrad, bias_grad, None, None, None
 

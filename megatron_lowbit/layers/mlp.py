@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
+from megatron_lowbit.layers.autograd_state import eager, restore, save, without_autocast
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.linear import backward_linear, context_of, forward_linear
 
@@ -41,21 +40,15 @@ class _LowbitMLP(torch.autograd.Function):
         h, h_amax = second.engine.swiglu(gate_up)
         needs_second = any(needs), training and fc2.requires_grad
         y, saved_second = forward_linear(second, h, fc2, None, None, needs_second, h_amax)
-        tensors: list[Tensor] = []
-        saved = [*saved_first, *saved_second, gate_up if any(needs) else None]
-        ctx.saved = [flatten(part, tensors) for part in saved]
-        ctx.save_for_backward(*tensors)
+        save(ctx, [*saved_first, *saved_second, gate_up if any(needs) else None], (fc1, fc2))
         ctx.weights, ctx.contexts, ctx.needs = (fc1, fc2), (first, second), (needs, needs_second)
-        ctx.versions = operands.versions_of(ctx.weights)
         return y
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        operands.check_versions(ctx.weights, ctx.versions)
-        tensors = iter(ctx.saved_tensors)
-        *saved, gate_up = (unflatten(part, tensors) for part in ctx.saved)
+        *saved, gate_up = restore(ctx)
         (fc1, fc2), (first, second), (needs, needs_second) = ctx.weights, ctx.contexts, ctx.needs
         dh, fc2_grad = backward_linear(second, fc2, saved[2:], grad, needs_second)
         dx = fc1_grad = None

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.engine import accumulate_into
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
+from megatron_lowbit.layers.autograd_state import eager, restore, save, without_autocast
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.linear import context_of
 from megatron_lowbit.layers.sharding import Shards, start_gather
@@ -50,11 +50,8 @@ class _MXNormLinear(torch.autograd.Function):
         y = context.gemm(Gemm.FPROP, fprop_input, fprop_weight, x.dtype, bias)
         if not (context.training and x.requires_grad):
             dgrad_weight = None
-        tensors: list[Tensor] = []
-        ctx.dgrad_weight = flatten(dgrad_weight, tensors)
-        ctx.save_for_backward(x2d, rho, gain, *tensors)
         # The gain's gradient takes the weight, too.
-        ctx.versions = operands.versions_of([weight] if context.training else [])
+        save(ctx, (x2d, rho, gain, dgrad_weight), [weight] if context.training else [])
         ctx.context, ctx.weight, ctx.x_shape = context, weight, x.shape
         ctx.has_bias = bias is not None
         leading = (-1, *x.shape[1:-1]) if context.shards.sequence_parallel else x.shape[:-1]
@@ -65,15 +62,13 @@ class _MXNormLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
-        operands.check_versions([weight], ctx.versions)
-        x, rho, gain, *tensors = ctx.saved_tensors
+        x, rho, gain, dgrad_weight = restore(ctx)
         needs_x, needs_gain, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         needs_product = needs_gain or needs_weight
         grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
         by_row, by_col = operands.quantize_grad(context, grad, needs_x, needs_product)
         inner = handle = None
         if needs_x:
-            dgrad_weight = unflatten(ctx.dgrad_weight, iter(tensors))
             if dgrad_weight is None:
                 dgrad_weight = operands.quantize_dgrad_weight(context, _gained(weight, gain))
             inner, handle = operands.reduce_dgrad(

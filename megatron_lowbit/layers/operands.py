@@ -134,26 +134,6 @@ def quantize_weight(
     return by_row, dgrad_weight
 
 
-def versions_of(weights: Sequence[Tensor]) -> list[int]:
-    """Return the number of changes in place of each weight, for :func:`check_versions`.
-
-    Weights are not saved for backward as autograd saves tensors: hooks on saved tensors would copy
-    them in high precision, although most GEMMs take codes.
-    """
-    return [weight._version for weight in weights]
-
-
-def check_versions(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raise RuntimeError for a weight that has changed since forward, as autograd does."""
-    for weight, version in zip(weights, versions, strict=False):
-        if weight._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a weight {tuple(weight.shape)} of a quantized linear layer is "
-                f"at version {weight._version}; expected version {version} instead"
-            )
-
-
 def quantize_dgrad_weight(context: LinearContext, weight: Tensor, saved: Any = None) -> Any:
     """Return dgrad's weight (K, N): what forward saved, or else the transpose, quantized now.
 

@@ -6,39 +6,18 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.conversion.families.dense import QWEN3
-from megatron_lowbit.conversion.families.experts import (
-    GPT_OSS,
-    MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-)
-from megatron_lowbit.conversion.families.gemma import GEMMA, GEMMA3
-from megatron_lowbit.conversion.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
-from megatron_lowbit.conversion.families.interleaved import ERNIE, GLM, GLM4, HELIUM
-from megatron_lowbit.conversion.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
-from megatron_lowbit.conversion.families.layer_norms import (
-    GPT2,
-    GPT_BIGCODE,
-    JAIS2,
-    NEMOTRON,
-    STABLELM,
-    STARCODER2,
-)
-from megatron_lowbit.conversion.families.llamas import (
-    ARCEE,
-    CWM,
-    GRANITE,
-    LLAMA_WITH_BIASES,
-    MINISTRAL,
-    MISTRAL,
-    PHI3,
-    QWEN2,
-    SEED_OSS,
-    SMOLLM3,
+from megatron_lowbit.conversion.families import (
+    dense,
+    experts,
+    gemma,
+    hybrids,
+    interleaved,
+    latent_attention,
+    layer_norms,
+    llamas,
+    sigmoid_router,
 )
 from megatron_lowbit.conversion.families.refused import REFUSED
-from megatron_lowbit.conversion.families.sigmoid_router import DOTS1, GLM4_MOE, SOLAR_OPEN
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import UserError, require
@@ -47,24 +26,28 @@ from megatron_lowbit.json_files import Entries
 FAMILIES = {
     family.architecture: family
     for family in (
-        NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2,
-        LLAMA_WITH_BIASES, MISTRAL, MINISTRAL, CWM, QWEN2, SEED_OSS, SMOLLM3, PHI3, ARCEE,
-        GEMMA, GLM, GLM4, ERNIE, HELIUM, GPT_BIGCODE, STARCODER2, STABLELM, NEMOTRON, JAIS2,
-        QWEN2_MOE, GLM4_MOE, DOTS1, SOLAR_OPEN, BAMBA, MAMBA2, DEEPSEEK_V2, YOUTU, GRANITE,
+        hybrids.NEMOTRON_H, latent_attention.DEEPSEEK_V3, experts.GPT_OSS, gemma.GEMMA3,
+        experts.QWEN3_MOE, dense.QWEN3, experts.MIXTRAL, layer_norms.GPT2, llamas.LLAMA_WITH_BIASES,
+        llamas.MISTRAL, llamas.MINISTRAL, llamas.CWM, llamas.QWEN2, llamas.SEED_OSS, llamas.SMOLLM3,
+        llamas.PHI3, llamas.ARCEE, gemma.GEMMA, interleaved.GLM, interleaved.GLM4,
+        interleaved.ERNIE, interleaved.HELIUM, layer_norms.GPT_BIGCODE, layer_norms.STARCODER2,
+        layer_norms.STABLELM, layer_norms.NEMOTRON, layer_norms.JAIS2, experts.QWEN2_MOE,
+        sigmoid_router.GLM4_MOE, sigmoid_router.DOTS1, sigmoid_router.SOLAR_OPEN, hybrids.BAMBA,
+        hybrids.MAMBA2, latent_attention.DEEPSEEK_V2, latent_attention.YOUTU, llamas.GRANITE,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""
 _MARKS = {
-    ("hybrid_layer_pattern",): NEMOTRON_H,
-    ("multi_latent_attention",): DEEPSEEK_V3,
-    ("softmax_type",): GPT_OSS,
-    ("sandwich_norm",): GEMMA3,
-    ("num_experts", "qk_layernorm"): QWEN3_MOE,
-    ("num_experts",): MIXTRAL,
-    ("qk_layernorm",): QWEN3,
-    ("no_rope_freq",): SMOLLM3,
-    ("add_qkv_bias",): QWEN2,
-    ("window_size",): MISTRAL,
+    ("hybrid_layer_pattern",): hybrids.NEMOTRON_H,
+    ("multi_latent_attention",): latent_attention.DEEPSEEK_V3,
+    ("softmax_type",): experts.GPT_OSS,
+    ("sandwich_norm",): gemma.GEMMA3,
+    ("num_experts", "qk_layernorm"): experts.QWEN3_MOE,
+    ("num_experts",): experts.MIXTRAL,
+    ("qk_layernorm",): dense.QWEN3,
+    ("no_rope_freq",): llamas.SMOLLM3,
+    ("add_qkv_bias",): llamas.QWEN2,
+    ("window_size",): llamas.MISTRAL,
 }
 """Families by the arguments that their models have; a model is of the first family that fits."""
 
@@ -92,8 +75,8 @@ def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
     others = {other.model_type for other in FAMILIES.values()} - {family.model_type}
     message = f"{file}: model_type {model_type!r} is not the type of architecture {names[0]}"
     require(model_type not in others, message)
-    if family is MISTRAL and "layer_types" in entries:
-        family = MINISTRAL  # as AutoModelForCausalLM reads the file of Ministral 8B
+    if family is llamas.MISTRAL and "layer_types" in entries:
+        family = llamas.MINISTRAL  # as AutoModelForCausalLM reads the file of Ministral 8B
     return family.from_config(config)
 
 
@@ -105,7 +88,7 @@ def family_of(model: Model, config: Mapping[str, Any] = MappingProxyType({})) ->
     it, the family is the one whose arguments are closest.
     """
     is_gpt = model["position_embedding_type"] == "learned_absolute"
-    closest = GPT2 if is_gpt else LLAMA_WITH_BIASES
+    closest = layer_norms.GPT2 if is_gpt else llamas.LLAMA_WITH_BIASES
     for arguments, marked in _MARKS.items():
         if model.keys() >= {*arguments}:
             closest = marked

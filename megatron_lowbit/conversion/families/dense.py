@@ -1,6 +1,5 @@
 """Llama 2 and 3, and Qwen3: names and entries from which other families start."""
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.conversion.families.rope import (
@@ -125,15 +124,12 @@ LLAMA = Family(
     more_entries=rope_entry,
 )
 
-QWEN3 = replace(
-    LLAMA,
-    name="Qwen3",
-    architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
-    arguments={**LLAMA.arguments, "qk_layernorm": True},
+QWEN3 = LLAMA.variant(
+    ("Qwen3", "Qwen3ForCausalLM", "qwen3"),
+    arguments={"qk_layernorm": True},
     fixed={"hidden_act": "silu", "attention_bias": False},
     defaults={"sliding_window": 4096},
-    entries={**LLAMA.entries, **QWEN_WINDOWS, "kv_channels": integer("head_dim", 128)},
+    entries={**QWEN_WINDOWS, "kv_channels": integer("head_dim", 128)},
     layers={**QWEN3_ATTENTION, **MLP},
     more_entries=qwen_entries,
 )

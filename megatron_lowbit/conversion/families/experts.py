@@ -6,7 +6,6 @@ Hugging Face stores its experts of a layer together, in BF16 or in MXFP4, which
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -18,6 +17,7 @@ from megatron_lowbit.conversion.families.dense import (
     QKV_BIAS,
     QWEN3,
     QWEN3_ATTENTION,
+    QWEN_WINDOWS,
 )
 from megatron_lowbit.conversion.families.rope import rope_arguments
 from megatron_lowbit.conversion.family import (
@@ -73,20 +73,15 @@ def dense_or_experts(
 
 
 _LOCAL_COUNT = experts("num_local_experts")
-MIXTRAL = replace(
-    LLAMA,
-    name="Mixtral",
-    architecture="MixtralForCausalLM",
-    model_type="mixtral",
+MIXTRAL = LLAMA.variant(
+    ("Mixtral", "MixtralForCausalLM", "mixtral"),
     arguments={
-        **LLAMA.arguments,
         **ALL_WINDOWS,
         "moe_layer_freq": 1,
         "moe_router_pre_softmax": False,
     },
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000},
     entries={
-        **LLAMA.entries,
         "num_experts": _LOCAL_COUNT,
         "moe_router_topk": experts_of_a_token(_LOCAL_COUNT, minimum=2),
         "moe_ffn_hidden_size": integer("intermediate_size"),
@@ -126,15 +121,13 @@ def _more_entries(model: Model) -> dict[str, Any]:
     return {**LLAMA.more_entries(model), "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-QWEN3_MOE = replace(
-    QWEN3,
-    name="Qwen3-MoE",
-    architecture="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
+QWEN3_MOE = QWEN3.variant(
+    ("Qwen3-MoE", "Qwen3MoeForCausalLM", "qwen3_moe"),
+    without=QWEN_WINDOWS,
     fixed={**QWEN3.fixed, "use_sliding_window": False},
     defaults={"num_key_value_heads": 4},
     entries={
-        **LLAMA.entries,
+        "kv_channels": LLAMA.entries["kv_channels"],
         "num_experts": _COUNT,
         "moe_router_topk": _OF_A_TOKEN,
         "moe_router_pre_softmax": Entry(
@@ -151,16 +144,13 @@ QWEN3_MOE = replace(
 )
 
 
-QWEN2_MOE = replace(
-    QWEN3_MOE,
-    name="Qwen2-MoE",
-    architecture="Qwen2MoeForCausalLM",
-    model_type="qwen2_moe",
-    arguments={**LLAMA.arguments, "moe_shared_expert_gate": True},
+QWEN2_MOE = QWEN3_MOE.variant(
+    ("Qwen2-MoE", "Qwen2MoeForCausalLM", "qwen2_moe"),
+    without=["qk_layernorm"],
+    arguments={"moe_shared_expert_gate": True},
     fixed={"hidden_act": "silu", "use_sliding_window": False},
     defaults={"num_key_value_heads": 16, "moe_intermediate_size": 1408},
     entries={
-        **QWEN3_MOE.entries,
         "add_qkv_bias": boolean("qkv_bias", True),
         "moe_shared_expert_intermediate_size": integer("shared_expert_intermediate_size", 5632),
     },
@@ -175,13 +165,9 @@ QWEN2_MOE = replace(
     ),
 )
 
-GPT_OSS = replace(
-    MIXTRAL,
-    name="gpt-oss",
-    architecture="GptOssForCausalLM",
-    model_type="gpt_oss",
+GPT_OSS = MIXTRAL.variant(
+    ("gpt-oss", "GptOssForCausalLM", "gpt_oss"),
     arguments={
-        **MIXTRAL.arguments,
         "swiglu": False,
         "quick_geglu": True,
         "glu_linear_offset": 1.0,
@@ -197,7 +183,6 @@ GPT_OSS = replace(
         "rope_theta": 150_000,
     },
     entries={
-        **MIXTRAL.entries,
         "activation_func_clamp_value": positive_number("swiglu_limit", 7.0),
         "window_size": window(128),
         "window_attn_skip_freq": windows(

@@ -6,7 +6,6 @@ MLPs are gated by GELU.
 
 import math
 import reprlib
-from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -48,7 +47,6 @@ def _is_geglu(entries: Entries) -> bool:
 
 
 _ARGUMENTS = {
-    **LLAMA.arguments,
     "swiglu": False,
     "geglu": True,
     "layernorm_zero_centered_gamma": True,
@@ -56,16 +54,12 @@ _ARGUMENTS = {
     "mup_attn_scale_power": 0.5,
     "mup_embedding_mult": lambda model: math.sqrt(model["hidden_size"]),
 }
-GEMMA = replace(
-    LLAMA,
-    name="Gemma",
-    architecture="GemmaForCausalLM",
-    model_type="gemma",
+GEMMA = LLAMA.variant(
+    ("Gemma", "GemmaForCausalLM", "gemma"),
     defaults={"num_key_value_heads": 16},
     arguments={**_ARGUMENTS, "mup_base_head_dim": 1.0},
     fixed={"attention_bias": False, "use_bidirectional_attention": None},
     entries={
-        **LLAMA.entries,
         "geglu": Entry("hidden_act", _is_geglu, lambda _: "gelu_pytorch_tanh"),
         "kv_channels": integer("head_dim", 256),
         "untie_embeddings_and_output_weights": untied(True),
@@ -103,11 +97,8 @@ def _gemma3_scale(entries: Entries) -> dict[str, Any]:
     return {"mup_base_head_dim": head / scalar}
 
 
-GEMMA3 = replace(
-    LLAMA,
-    name="Gemma-3",
-    architecture="Gemma3ForCausalLM",
-    model_type="gemma3_text",
+GEMMA3 = LLAMA.variant(
+    ("Gemma-3", "Gemma3ForCausalLM", "gemma3_text"),
     defaults={
         "max_position_embeddings": 131_072,
         "num_attention_heads": 8,
@@ -129,7 +120,6 @@ GEMMA3 = replace(
         "use_bidirectional_attention": False,
     },
     entries={
-        **LLAMA.entries,
         "kv_channels": integer("head_dim", 256),
         "rotary_base": rotary_base("rope_theta", 1_000_000, _global_rope, "full_attention: "),
         "rotary_seq_len_interpolation_factor": Entry(

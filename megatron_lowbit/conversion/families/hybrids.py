@@ -6,7 +6,6 @@ one for each of their outputs: gate z, input x, B, C and steps dt.
 
 import math
 import reprlib
-from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -152,13 +151,10 @@ def _mamba_layers(pattern: str) -> int:
     return len(pattern)
 
 
-MAMBA2 = replace(
-    NEMOTRON_H,
-    name="Mamba-2",
-    architecture="Mamba2ForCausalLM",
-    model_type="mamba2",
+MAMBA2 = NEMOTRON_H.variant(
+    ("Mamba-2", "Mamba2ForCausalLM", "mamba2"),
+    without=NEMOTRON_H.entries,
     arguments={
-        **NEMOTRON_H.arguments,
         # Needed by Megatron-LM, but of no effect without other blocks.
         "ffn_hidden_size": lambda model: 4 * model["hidden_size"],
         "num_attention_heads": mamba_heads,
@@ -239,13 +235,10 @@ _BAMBA_BLOCKS = {
         "mlp.linear_fc2.weight": "feed_forward.down_proj.weight",
     },
 }
-BAMBA = replace(
-    NEMOTRON_H,
-    name="Bamba",
-    architecture="BambaForCausalLM",
-    model_type="bamba",
+BAMBA = NEMOTRON_H.variant(
+    ("Bamba", "BambaForCausalLM", "bamba"),
+    without=NEMOTRON_H.entries,
     arguments={
-        **NEMOTRON_H.arguments,
         "swiglu": True,
         "squared_relu": False,
         "position_embedding_type": "rope",

@@ -3,7 +3,6 @@
 Both sides have rotary dimensions in pairs and parts of heads in the same order.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -80,13 +79,10 @@ def _rope_scaling_entry(model: Model) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "yarn", "factor": factor, **_YARN, **scales}}
 
 
-YOUTU = replace(
-    LLAMA,
-    name="Youtu",
-    architecture="YoutuForCausalLM",
-    model_type="youtu",
+YOUTU = LLAMA.variant(
+    ("Youtu", "YoutuForCausalLM", "youtu"),
+    without=_OTHERS,
     arguments={
-        **LLAMA.arguments,
         "position_embedding_type": "rope",
         "layernorm_epsilon": _EPSILON,
         "multi_latent_attention": True,
@@ -100,7 +96,6 @@ YOUTU = replace(
     },
     defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
     entries={
-        **{name: entry for name, entry in LLAMA.entries.items() if name not in _OTHERS},
         "q_lora_rank": Entry(
             "q_lora_rank", lambda e: e.integer("q_lora_rank", 0, minimum=0) or None
         ),
@@ -114,12 +109,9 @@ YOUTU = replace(
     more_entries=_rope_scaling_entry,
 )
 
-DEEPSEEK_V3 = replace(
-    YOUTU,
-    name="DeepSeek-V3",
-    architecture="DeepseekV3ForCausalLM",
-    model_type="deepseek_v3",
-    arguments={**YOUTU.arguments, **ROUTER_ARGUMENTS},
+DEEPSEEK_V3 = YOUTU.variant(
+    ("DeepSeek-V3", "DeepseekV3ForCausalLM", "deepseek_v3"),
+    arguments=ROUTER_ARGUMENTS,
     fixed={
         **YOUTU.fixed,
         "moe_layer_freq": 1,
@@ -136,18 +128,15 @@ DEEPSEEK_V3 = replace(
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     },
-    entries={**YOUTU.entries, **ROUTER_ENTRIES},
+    entries=ROUTER_ENTRIES,
     layers=dense_or_experts(_ATTENTION, ROUTED_EXPERTS),
     more_arguments=lambda entries: {**_latent_arguments(entries), **router_arguments(entries)},
     more_entries=lambda model: {**router_entries(model), **_rope_scaling_entry(model)},
 )
 
-DEEPSEEK_V2 = replace(
-    YOUTU,
-    name="DeepSeek-V2",
-    architecture="DeepseekV2ForCausalLM",
-    model_type="deepseek_v2",
-    arguments={**YOUTU.arguments, "moe_router_pre_softmax": True},
+DEEPSEEK_V2 = YOUTU.variant(
+    ("DeepSeek-V2", "DeepseekV2ForCausalLM", "deepseek_v2"),
+    arguments={"moe_router_pre_softmax": True},
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,
@@ -160,7 +149,6 @@ DEEPSEEK_V2 = replace(
     },
     defaults={"moe_intermediate_size": 1407, "n_shared_experts": 2, "q_lora_rank": 1536},
     entries={
-        **YOUTU.entries,
         **{name: entry for name, entry in ROUTER_ENTRIES.items() if "group" not in name},
     },
     layers=dense_or_experts(

@@ -1,7 +1,6 @@
 """Families with LayerNorm: GPT-2, GPT-BigCode, StarCoder2, StableLM, Nemotron and Jais 2."""
 
 import reprlib
-from dataclasses import replace
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
@@ -113,23 +112,16 @@ GPT2 = Family(
     is_transposed=True,
 )
 
-GPT_BIGCODE = replace(
-    GPT2,
-    name="GPT-BigCode",
-    architecture="GPTBigCodeForCausalLM",
-    model_type="gpt_bigcode",
-    arguments={**GPT2.arguments, "num_query_groups": 1},
+GPT_BIGCODE = GPT2.variant(
+    ("GPT-BigCode", "GPTBigCodeForCausalLM", "gpt_bigcode"),
+    arguments={"num_query_groups": 1},
     fixed={"scale_attn_weights": True, "multi_query": True, "add_cross_attention": False},
     is_transposed=False,
 )
 
-STARCODER2 = replace(
-    LLAMA,
-    name="StarCoder2",
-    architecture="Starcoder2ForCausalLM",
-    model_type="starcoder2",
+STARCODER2 = LLAMA.variant(
+    ("StarCoder2", "Starcoder2ForCausalLM", "starcoder2"),
     arguments={
-        **LLAMA.arguments,
         **ALL_WINDOWS,
         "swiglu": False,
         "openai_gelu": True,
@@ -139,7 +131,6 @@ STARCODER2 = replace(
     fixed={"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
     defaults={"num_key_value_heads": 2},
     entries={
-        **LLAMA.entries,
         "layernorm_epsilon": positive_number("norm_epsilon", 1e-5),
         "untie_embeddings_and_output_weights": untied(True),
         "window_size": window(),
@@ -155,20 +146,16 @@ STARCODER2 = replace(
     },
 )
 
-STABLELM = replace(
-    LLAMA,
-    name="StableLM",
-    architecture="StableLmForCausalLM",
-    model_type="stablelm",
+STABLELM = LLAMA.variant(
+    ("StableLM", "StableLmForCausalLM", "stablelm"),
+    without=["kv_channels"],
     arguments={
-        **LLAMA.arguments,
         "normalization": "LayerNorm",
         "kv_channels": _head_dimension,
     },
     fixed={"hidden_act": "silu", "use_parallel_residual": False, "qk_layernorm": False},
     defaults={"num_key_value_heads": 32},
     entries={
-        **{name: entry for name, entry in LLAMA.entries.items() if name != "kv_channels"},
         "layernorm_epsilon": positive_number("layer_norm_eps", 1e-5),
         "add_qkv_bias": boolean("use_qkv_bias", False),
         "rotary_percent": rotated_part(0.25),
@@ -183,15 +170,11 @@ _SQUARED_RELU = {
     "squared_relu": True,
     "normalization": "LayerNorm",
 }
-NEMOTRON = replace(
-    LLAMA,
-    name="Nemotron",
-    architecture="NemotronForCausalLM",
-    model_type="nemotron",
+NEMOTRON = LLAMA.variant(
+    ("Nemotron", "NemotronForCausalLM", "nemotron"),
     arguments={**_SQUARED_RELU, "layernorm_zero_centered_gamma": True},
     fixed={**LLAMA.fixed, "hidden_act": "relu2"},
     entries={
-        **LLAMA.entries,
         "layernorm_epsilon": positive_number("norm_eps", 1e-5),
         "rotary_percent": rotated_part(0.5),
     },
@@ -199,14 +182,11 @@ NEMOTRON = replace(
     layers={**_ATTENTION, **UNGATED_MLP},
 )
 
-JAIS2 = replace(
-    LLAMA,
-    name="Jais-2",
-    architecture="Jais2ForCausalLM",
-    model_type="jais2",
+JAIS2 = LLAMA.variant(
+    ("Jais-2", "Jais2ForCausalLM", "jais2"),
     arguments={**_SQUARED_RELU, "add_bias_linear": True},
     fixed={"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
-    entries={**LLAMA.entries, "layernorm_epsilon": positive_number("layer_norm_eps", 1e-5)},
+    entries={"layernorm_epsilon": positive_number("layer_norm_eps", 1e-5)},
     outer=_OUTER,
     layers={
         **_ATTENTION,

@@ -5,7 +5,6 @@ These are Mistral, Ministral, CWM, Qwen2, Seed-OSS, SmolLM3, Phi-3, Arcee and Gr
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -58,46 +57,36 @@ def _has_biases(entries: Entries) -> bool:
     return attention
 
 
-LLAMA_WITH_BIASES = replace(
-    LLAMA,
+LLAMA_WITH_BIASES = LLAMA.variant(
     fixed={"hidden_act": "silu"},
-    entries={**LLAMA.entries, "add_bias_linear": Entry("attention_bias", _has_biases)},
+    entries={"add_bias_linear": Entry("attention_bias", _has_biases)},
     layers={**ATTENTION, **MLP, **_BIASES},
     more_entries=lambda model: {**rope_entry(model), "mlp_bias": model["add_bias_linear"]},
 )
 
-MISTRAL = replace(
-    LLAMA,
-    name="Mistral",
-    architecture="MistralForCausalLM",
-    model_type="mistral",
-    arguments={**LLAMA.arguments, **ALL_WINDOWS},
+MISTRAL = LLAMA.variant(
+    ("Mistral", "MistralForCausalLM", "mistral"),
+    arguments=ALL_WINDOWS,
     fixed={"hidden_act": "silu"},
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    entries={**LLAMA.entries, "window_size": window()},
+    entries={"window_size": window()},
 )
 
-QWEN2 = replace(
-    LLAMA,
-    name="Qwen2",
-    architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
-    arguments={**LLAMA.arguments, "add_qkv_bias": True},
+QWEN2 = LLAMA.variant(
+    ("Qwen2", "Qwen2ForCausalLM", "qwen2"),
+    arguments={"add_qkv_bias": True},
     fixed={"hidden_act": "silu"},
     defaults={"num_key_value_heads": 32, "sliding_window": 4096},
-    entries={**LLAMA.entries, **QWEN_WINDOWS},
+    entries=QWEN_WINDOWS,
     layers={**ATTENTION, **QKV_BIAS, **MLP},
     more_entries=qwen_entries,
 )
 
-SEED_OSS = replace(
-    LLAMA,
-    name="Seed-OSS",
-    architecture="SeedOssForCausalLM",
-    model_type="seed_oss",
+SEED_OSS = LLAMA.variant(
+    ("Seed-OSS", "SeedOssForCausalLM", "seed_oss"),
     fixed={"hidden_act": "silu", "attention_out_bias": False, "mlp_bias": False},
     defaults={"num_key_value_heads": 8, "head_dim": 128},
-    entries={**LLAMA.entries, "add_qkv_bias": boolean("attention_bias", True)},
+    entries={"add_qkv_bias": boolean("attention_bias", True)},
     layers={**ATTENTION, **QKV_BIAS, **MLP},
 )
 
@@ -117,15 +106,11 @@ def _rotated(skips: Sequence[int] | None) -> list[int]:
     return [1 - skip for skip in skips or ()]
 
 
-SMOLLM3 = replace(
-    LLAMA_WITH_BIASES,
-    name="SmolLM3",
-    architecture="SmolLM3ForCausalLM",
-    model_type="smollm3",
+SMOLLM3 = LLAMA_WITH_BIASES.variant(
+    ("SmolLM3", "SmolLM3ForCausalLM", "smollm3"),
     fixed={**LLAMA_WITH_BIASES.fixed, "use_sliding_window": False},
     defaults={"num_key_value_heads": 4},
     entries={
-        **LLAMA_WITH_BIASES.entries,
         "rotary_base": rotary_base("rope_theta", 2_000_000),
         "untie_embeddings_and_output_weights": untied(True),
         "no_rope_freq": Entry("no_rope_layers", _layers_without_rope, _rotated),
@@ -133,23 +118,16 @@ SMOLLM3 = replace(
 )
 
 
-PHI3 = replace(
-    MISTRAL,
-    name="Phi-3",
-    architecture="Phi3ForCausalLM",
-    model_type="phi3",
+PHI3 = MISTRAL.variant(
+    ("Phi-3", "Phi3ForCausalLM", "phi3"),
     defaults={"rms_norm_eps": 1e-5},
-    entries={**MISTRAL.entries, "rotary_percent": rotated_part(1.0)},
+    entries={"rotary_percent": rotated_part(1.0)},
     layers={**ATTENTION, **QKV_PROJ, **GATE_UP_MLP},
 )
 
-MINISTRAL = replace(
-    MISTRAL,
-    name="Ministral",
-    architecture="MinistralForCausalLM",
-    model_type="ministral",
+MINISTRAL = MISTRAL.variant(
+    ("Ministral", "MinistralForCausalLM", "ministral"),
     entries={
-        **MISTRAL.entries,
         "window_attn_skip_freq": windows(
             lambda entries: (
                 [entries.integer("sliding_window", 0, minimum=0) > 0] * number_of_layers(entries)
@@ -158,11 +136,8 @@ MINISTRAL = replace(
     },
 )
 
-CWM = replace(
-    LLAMA,
-    name="CWM",
-    architecture="CwmForCausalLM",
-    model_type="cwm",
+CWM = LLAMA.variant(
+    ("CWM", "CwmForCausalLM", "cwm"),
     fixed={"hidden_act": "silu", "mlp_bias": False},
     defaults={
         "num_key_value_heads": 8,
@@ -171,7 +146,6 @@ CWM = replace(
         "sliding_window": 8192,
     },
     entries={
-        **LLAMA.entries,
         "kv_channels": integer("head_dim", 128),
         "window_size": window(),
         "window_attn_skip_freq": windows(
@@ -181,12 +155,9 @@ CWM = replace(
     more_arguments=lambda entries: rope_arguments(entries, "llama3"),
 )
 
-ARCEE = replace(
-    LLAMA,
-    name="Arcee",
-    architecture="ArceeForCausalLM",
-    model_type="arcee",
-    arguments={**LLAMA.arguments, "swiglu": False, "squared_relu": True},
+ARCEE = LLAMA.variant(
+    ("Arcee", "ArceeForCausalLM", "arcee"),
+    arguments={"swiglu": False, "squared_relu": True},
     fixed={**LLAMA.fixed, "hidden_act": "relu2"},
     defaults={"rms_norm_eps": 1e-5},
     layers={**ATTENTION, **UNGATED_MLP},
@@ -197,14 +168,10 @@ def _inverse(value: Any) -> float:
     return 1 / (value or 1.0)
 
 
-GRANITE = replace(
-    LLAMA_WITH_BIASES,
-    name="Granite",
-    architecture="GraniteForCausalLM",
-    model_type="granite",
-    arguments={**LLAMA_WITH_BIASES.arguments, "use_mup": True, "mup_attn_scale_power": 0.0},
+GRANITE = LLAMA_WITH_BIASES.variant(
+    ("Granite", "GraniteForCausalLM", "granite"),
+    arguments={"use_mup": True, "mup_attn_scale_power": 0.0},
     entries={
-        **LLAMA_WITH_BIASES.entries,
         "mup_embedding_mult": positive_number("embedding_multiplier", 1.0),
         # The scale of attention scores is the root of this.
         "mup_base_head_dim": Entry(

@@ -3,7 +3,6 @@
 GLM-4.5-MoE, dots.llm1 and Solar Open have them after the attention of a Llama or Qwen3.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -135,9 +134,9 @@ def router_entries(model: Model) -> dict[str, Any]:
     }
 
 
-_ROUTED_LLAMA = replace(
-    LLAMA,
-    arguments={**LLAMA.arguments, **ROUTER_ARGUMENTS},
+_ROUTED_LLAMA = LLAMA.variant(
+    arguments=ROUTER_ARGUMENTS,
+    entries=ROUTER_ENTRIES,
     more_arguments=lambda entries: {**rope_arguments(entries), **router_arguments(entries)},
     more_entries=lambda model: {**rope_entry(model), **router_entries(model)},
 )
@@ -149,16 +148,11 @@ _ROUTER_DEFAULTS = {
     "rms_norm_eps": 1e-5,
 }
 
-GLM4_MOE = replace(
-    _ROUTED_LLAMA,
-    name="GLM-4.5-MoE",
-    architecture="Glm4MoeForCausalLM",
-    model_type="glm4_moe",
+GLM4_MOE = _ROUTED_LLAMA.variant(
+    ("GLM-4.5-MoE", "Glm4MoeForCausalLM", "glm4_moe"),
     fixed={"hidden_act": "silu"},
     defaults={**_ROUTER_DEFAULTS, "first_k_dense_replace": 1},
     entries={
-        **LLAMA.entries,
-        **ROUTER_ENTRIES,
         "add_qkv_bias": boolean("attention_bias", False),
         "qk_layernorm": boolean("use_qk_norm", False),
         "rotary_percent": rotated_part(0.5),
@@ -166,11 +160,8 @@ GLM4_MOE = replace(
     layers=dense_or_experts({**QWEN3_ATTENTION, **QKV_BIAS}, ROUTED_EXPERTS),
 )
 
-SOLAR_OPEN = replace(
-    _ROUTED_LLAMA,
-    name="Solar-Open",
-    architecture="SolarOpenForCausalLM",
-    model_type="solar_open",
+SOLAR_OPEN = _ROUTED_LLAMA.variant(
+    ("Solar-Open", "SolarOpenForCausalLM", "solar_open"),
     fixed={"hidden_act": "silu", "first_k_dense_replace": 0},
     defaults={
         **_ROUTER_DEFAULTS,
@@ -179,8 +170,6 @@ SOLAR_OPEN = replace(
         "rope_theta": 1_000_000,
     },
     entries={
-        **LLAMA.entries,
-        **ROUTER_ENTRIES,
         "ffn_hidden_size": integer("moe_intermediate_size"),  # No layer uses it.
         "add_qkv_bias": boolean("attention_bias", False),
     },
@@ -195,17 +184,12 @@ def _last_layers(entries: Entries) -> list[bool]:
     return [has_window and layer >= first for layer in range(number_of_layers(entries))]
 
 
-DOTS1 = replace(
-    _ROUTED_LLAMA,
-    name="dots.llm1",
-    architecture="Dots1ForCausalLM",
-    model_type="dots1",
-    arguments={**_ROUTED_LLAMA.arguments, "qk_layernorm": True},
+DOTS1 = _ROUTED_LLAMA.variant(
+    ("dots.llm1", "Dots1ForCausalLM", "dots1"),
+    arguments={"qk_layernorm": True},
     fixed={"hidden_act": "silu", "attention_bias": False},
     defaults={"norm_topk_prob": False, "num_key_value_heads": 32, "sliding_window": 4096},
     entries={
-        **LLAMA.entries,
-        **ROUTER_ENTRIES,
         "window_size": window(),
         "window_attn_skip_freq": windows(_last_layers),
     },
