@@ -45,14 +45,14 @@ def gemm_sums(context: LinearContext, gemm: Gemm, lhs: Tensor, rhs: Tensor) -> S
     operands: list[Any] = []
     for role, x in zip(GEMM_ROLES[gemm], (lhs, rhs), strict=True):
         operand, measured = _measured(context, gemm, role, x)
-        operands.append(operand)
+        operands.append(context.with_source(gemm, operand, x) if measured else operand)
         sums |= {f"{role}/{name}": value for name, value in measured.items()}
     if not sums:
         return {}
     exact = lhs.float() @ rhs.float().t()
     left, right = operands
     error = context.gemm(gemm, left, right, torch.float32) - exact
-    inexact, values = context.engine.fold_losses(left, right)
+    inexact, values = context.engine.fold_losses(*map(without_source, operands))
     sums |= {"signal": _energy(exact), "noise": _energy(error)}
     if values:
         sums |= {"folded": _number(inexact, lhs), "foldable": _number(values, lhs)}

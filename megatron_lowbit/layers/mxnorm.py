@@ -154,9 +154,12 @@ def mxnorm_linear(
         (..., N) in x's dtype.
 
     Raises:
-        ValueError: fprop's input is not quantized in blocks, or K is not a multiple of one.
+        ValueError: fprop's input is not quantized in blocks, K is not a multiple of one, or the
+            precision has ``fallback`` or ``hot_channels``, which read the whole input.
     """
     context = context_of(context, x)
     norm_block(context.precision)
+    if context.precision.keeps_sources:
+        raise ValueError("mxnorm_linear takes no fallback or hot_channels")
     y: Tensor = _MXNormLinear.apply(x, gain, weight, bias, context, norm)  # type: ignore[no-untyped-call]
     return y

@@ -123,16 +123,17 @@ def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
     A tensor-parallel embedding would treat them as another rank's, and train on zeros.
     """
     size, rows = get_tokenizer().vocab_size, args.padded_vocab_size
+    # Megatron-LM counts iterations only in training.
+    step = f"iteration {args.curr_iteration + 1}" if "curr_iteration" in args else "evaluation"
     for name in ("tokens", "labels"):
         smallest, largest = (int(value) for value in torch.aminmax(loaded[name]))
         if smallest < 0 or largest >= size:
             raise UserError(
-                f"iteration {args.curr_iteration + 1}: {name} from {smallest} to {largest}, but "
+                f"{step}: {name} from {smallest} to {largest}, but "
                 f"the tokenizer has {size} ids from 0; the data was made with another one, or is "
                 "damaged"
             )
-        step = f"iteration {args.curr_iteration + 1}: the batch"
-        require(largest < rows, f"{step} {beyond_rows(largest, rows)}")
+        require(largest < rows, f"{step}: the batch {beyond_rows(largest, rows)}")
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

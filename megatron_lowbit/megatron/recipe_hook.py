@@ -161,10 +161,10 @@ class Switches(Feature):
                 yield f"switch {switch.name} is not reached: the run has {length}"
 
 
-# In the order in which they begin a step: weights record amaxes while they are quantized for
-# graphs, after the histories of the last step are complete.
+# In the order in which they begin a step: weights are reset before they are quantized for graphs,
+# and record amaxes then, after the histories of the last step are complete.
 _FEATURES = (
-    Switches, AmaxHistories, CudaGraphs, QuantizedParameters, OscillationResets, Fallbacks,
+    Switches, AmaxHistories, OscillationResets, CudaGraphs, QuantizedParameters, Fallbacks,
     QuantizationLog, FusedAllReduceNorm, MXNormLayers, EmbeddingGradients,
     ExpertCounts, ExpertDispatch,
 )  # fmt: skip
@@ -269,7 +269,11 @@ class RecipeHook:
     def progress(self, iteration: int) -> Progress:
         """Return the progress of the run, which decides about switches."""
         args = self.args
-        samples = getattr(args, "consumed_train_samples", 0) or iteration * args.global_batch_size
+        samples = getattr(args, "consumed_train_samples", 0)
+        # Megatron-LM sets it when it loads the checkpoint.
+        if not samples and self.source is not None and iteration == self.start:
+            samples = self.source.samples
+        samples = samples or iteration * args.global_batch_size
         return Progress(iteration, samples * args.seq_length, iteration / self.iterations)
 
     def _begin_step(self, iteration: int, training: bool) -> None:

@@ -16,8 +16,8 @@ MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
 # Quantizes nothing, so that only the layer's own formulas are left.
 
 
-def call_of(name: str) -> LinearContext:
-    precision = load_recipe(name, []).precision_for(MIDDLE)
+def call_of(name: str, *overrides: str) -> LinearContext:
+    precision = load_recipe(name, overrides).precision_for(MIDDLE)
     return LinearContext(precision, ReferenceEngine("a test"), key=5, training=False)
 
 
@@ -129,3 +129,21 @@ def test_sums_add_up(operands):
     full = numbers(gemm_sums(call, "fprop", lhs, rhs))
     full = {k: v for k, v in full.items() if "/weight/" not in k}
     assert total == pytest.approx(full, rel=1e-9)
+
+
+def test_the_error_of_a_product_with_hot_channels(operands):
+    """Corrected channels are part of the product: two fifths of them lower its error."""
+    noise = [
+        numbers(gemm_sums(call_of("nvfp4", *overrides), Gemm.FPROP, *operands))["fprop/noise"]
+        for overrides in ([], ["fprop.hot_channels=0.4"])
+    ]
+    assert noise[1] < 0.8 * noise[0]
+
+
+def test_the_error_of_a_product_that_falls_back(operands):
+    """A product that is not finite is measured as it is computed again."""
+    lhs, rhs = operands[0].clone(), 1e-3 * operands[1]
+    lhs[3, 7] = 3.4e38  # whose tile overflows when it is decoded
+    for overrides, noise in (((), math.inf), (("fprop.fallback=bf16",), 0.0)):
+        sums = gemm_sums(call_of("fp8-tile", *overrides), Gemm.FPROP, lhs, rhs)
+        assert sums["fprop/noise"] == noise

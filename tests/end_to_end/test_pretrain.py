@@ -80,6 +80,14 @@ def test_finetuning_begins_with_the_model_at_iteration_0(pretrain_here, tmp_path
     assert after[1] < before[1] - 0.2
 
 
+def test_a_checkpoint_is_evaluated_without_training(pretrain_here, tmp_path):
+    done(pretrain_here(*NVFP4, *ONE_MICROBATCH, "--train-iters", 1, "--save", tmp_path))
+    evaluation = ("--train-iters", 2, "--load", tmp_path, "--skip-train", "--eval-iters", 1)
+    result = pretrain_here(*NVFP4, *ONE_MICROBATCH, *evaluation)
+    done(result)
+    assert "validation loss at iteration 1" in result.stdout
+
+
 def test_scripts_name_each_other(corpus, monkeypatch, capsys):
     arguments = arguments_for(corpus, ("--hybrid-layer-pattern", "M-", "--train-iters", 1))
     script = str(ROOT / "pretrain_gpt.py")

@@ -158,3 +158,16 @@ def test_a_switch_at_the_start_is_the_other_recipe(train):
     run = train("now", "--precision-recipe", NVFP4, "--recipe-set",
                 "switches.now={iteration: 0, to: bf16}")  # fmt: skip
     assert steps(run) == steps(train("plain", "--precision-recipe", BF16))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_in_the_phase_of_its_tokens(pretrain_here, tmp_path):
+    """With another batch size the iteration does not tell how many tokens the run has consumed."""
+    switch = ("--precision-recipe", BF16, "--recipe-set",
+              f"switches.late={{tokens: 200, to: {DELAYED}}}")  # fmt: skip
+    first = tmp_path / "first"
+    done(pretrain_here(*switch, "--train-iters", 3, "--save", first, "--save-interval", 2))
+    load = ("--load", start_from(first, 2, tmp_path / "second"), "--global-batch-size", 2)
+    result = pretrain_here(*switch, "--train-iters", 3, *load, "--save", tmp_path / "second")
+    done(result)
+    assert "in force from iteration 2 on: recipe delayed" in result.stdout

@@ -179,3 +179,11 @@ def test_autocast_has_no_effect():
     with torch.autocast("cpu", torch.bfloat16):
         for one, other in zip(run(), expected, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("option", ["fprop.hot_channels=0.1", "fallback=bf16"])
+def test_options_that_read_the_whole_input_are_refused(option):
+    precision = load_recipe("mxfp8", [option]).configs["mxfp8"]
+    x, weight = torch.randn(4, 64), torch.randn(32, 64)
+    with pytest.raises(ValueError, match="no fallback or hot_channels"):
+        mxnorm_linear(x, torch.ones(64), weight, precision)

@@ -2,14 +2,18 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_lowbit.megatron  # noqa: F401  before megatron
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.features import amax_history
 from megatron_lowbit.numerics import AmaxHistory
+from megatron_lowbit.recipes import load_recipe
 
 RANKS = 2
 UNKNOWN = -1.0
@@ -24,6 +28,16 @@ def layer(is_expert: bool, steps: list[float]) -> SimpleNamespace:
 
 def test_the_largest_amax_of_all_ranks_is_recorded(run_ranks):
     run_ranks(__file__, RANKS, timeout=60)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
+@pytest.mark.parametrize(("form", "ranks"), [("torch", 2), ("torch", 1), ("torch_dist", 2)])
+def test_a_save_without_the_other_ranks_is_refused(recipe, form, ranks):
+    args = SimpleNamespace(save="runs", ckpt_format=form, data_parallel_size=ranks)
+    run = SimpleNamespace(args=args, recipe=load_recipe(recipe))
+    is_refused = (recipe, form, ranks) == ("fp8-delayed", "torch", 2)
+    with pytest.raises(UserError, match="torch_dist") if is_refused else nullcontext():
+        amax_history.AmaxHistories(run).check([])
 
 
 def check(rank: int) -> None:

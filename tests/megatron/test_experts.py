@@ -1,4 +1,4 @@
-"""Experts: global numbers, replicas and random keys on several ranks; grouped experts.
+"""Experts: global numbers and replicas on several ranks; grouped experts.
 
 Grouped experts are specs of local layers, and Transformer Engine's modules by a stand-in.
 """
@@ -16,7 +16,6 @@ from megatron_lowbit.layers.counts import Permutation
 from megatron_lowbit.megatron.layers import state as layer_state
 from megatron_lowbit.megatron.layers.experts import Expert, take_over_expert, with_grouped_experts
 from megatron_lowbit.megatron.layers.state import LayerPlan, layer_of, layer_states
-from megatron_lowbit.megatron.run.steps import microbatch_key, set_microbatch_key
 from megatron_lowbit.recipes import Layer, load_recipe
 
 # isort: split
@@ -34,51 +33,6 @@ def place(monkeypatch):
             monkeypatch.setattr(parallel_state, name, lambda answer=answer, **_: answer)
 
     return put
-
-
-@pytest.fixture
-def key_of(place):
-    """Function of the ranks in the expert group and among replicas: a layer's random key."""
-
-    def key(expert_rank: int, replica: int, is_expert: bool, replicas=4, microbatch=2) -> int:
-        place(
-            get_expert_model_parallel_rank=expert_rank,
-            get_expert_data_parallel_rank=replica,
-            get_expert_data_parallel_world_size=replicas,
-            get_context_parallel_rank=0,
-        )
-        set_microbatch_key(3, 10, microbatch)
-        return microbatch_key(is_expert)
-
-    before = torch.get_rng_state()
-    yield key
-    torch.set_rng_state(before)
-
-
-def test_an_expert_draws_the_same_wherever_it_is_held(key_of):
-    expected = key_of(0, 0, is_expert=True)
-    assert expected == key_of(0, 0, is_expert=False)
-    assert {key_of(rank, 0, is_expert=True) for rank in range(4)} == {expected}
-
-
-def test_replicas_and_ranks_of_a_group_draw_apart(key_of):
-    replicas = [key_of(3, replica, is_expert=True) for replica in range(4)]
-    ranks = [key_of(rank, 0, is_expert=False) for rank in range(4)]
-    assert len(set(replicas)) == len(set(ranks)) == 4
-
-
-def test_a_microbatch_draws_the_same_on_whichever_data_parallel_rank(key_of):
-    expected = [key_of(0, 0, False, replicas=1, microbatch=number) for number in range(8)]
-    spread = [key_of(0, rank, False, 4, step) for step in range(2) for rank in range(4)]
-    assert spread == expected
-
-
-def test_a_key_does_not_change_the_generators_numbers(key_of):
-    state = torch.get_rng_state()
-    expected = torch.rand(3)
-    torch.set_rng_state(state)
-    key_of(1, 2, is_expert=False)
-    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(("rank", "first"), [(0, 0), (1, 4), (3, 12)])

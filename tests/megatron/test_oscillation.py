@@ -63,6 +63,20 @@ def test_masters_are_reset(layer, resets):
     assert logged == [(int(oscillates.sum()), 16 * 32, 3)]
 
 
+@pytest.mark.parametrize("following", [4, 10])
+def test_a_reset_whose_iteration_is_skipped_comes_next(layer, resets, following):
+    """Also where the next measurement begins there."""
+    measured, logged = resets
+    for iteration in (0, 1, 2, following):
+        move(layer, iteration)
+        measured.begin_step(iteration, training=True)
+    assert [iteration for *_, iteration in logged] == [following]
+    for iteration in (following + 1, following + 2):
+        move(layer, iteration)
+        measured.begin_step(iteration, training=True)
+    assert [iteration for *_, iteration in logged[1:]] == ([12] if following == 10 else [])
+
+
 def test_a_layer_in_high_precision_is_not_reset(layer, resets):
     """Also one that a switch brings there within the measurement."""
     measured, logged = resets

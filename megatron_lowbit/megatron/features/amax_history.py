@@ -4,16 +4,17 @@ A layer's histories are of its whole tensors. Every rank with a part or a replic
 has the same histories, which therefore do not depend on the parallel layout.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.megatron.layers.state import layer_states, replica_groups
+from megatron_lowbit.recipes import Layer
 
 PREFIX = "amax_history."
 """Prefix of the histories' keys in a checkpoint, before the layer's global path."""
@@ -32,6 +33,21 @@ class AmaxHistories(Feature):
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self._recorded = False
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        """Raise UserError if ranks save alone: histories are reduced over all that have a layer."""
+        args = self.run.args
+        delays = any(
+            gemm.delayed is not None
+            for precision in self.run.recipe.precisions()
+            for gemm in precision.gemms.values()
+        )
+        alone = args.save and args.ckpt_format == "torch" and args.data_parallel_size > 1
+        require(
+            not (delays and alone),
+            "--ckpt-format torch does not go with a recipe's amax_history: only the first "
+            "data-parallel rank saves; give --ckpt-format torch_dist",
+        )
 
     def check_rank(self) -> None:
         """Raise UserError if an amax history has another length in the checkpoint."""

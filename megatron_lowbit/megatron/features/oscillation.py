@@ -54,14 +54,15 @@ class OscillationResets(Feature):
             return
         reset = self.run.recipe.oscillation
         step = reset.step(iteration, self.run.iterations)
-        if not step:
-            self._paths.clear()
-        self._measures = step is not None
+        # --iterations-to-skip may skip the iteration that ends a measurement.
+        is_late = bool(self._paths) and not step
+        self._measures = step is not None or is_late
         self._advance()
-        if step == reset.over:
+        if step == reset.over or is_late:
             _log(*self._reset_weights(reset.ratio), iteration)
             self._paths.clear()
-            self._measures = False
+            self._measures = step == 0
+            self._advance()
 
     @torch.no_grad()
     def _advance(self) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.safe_globals import SafeUnpickler
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.megatron.run.common_state import saved_args
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.recipes.te_config import FACTORIES
 from megatron_lowbit.storage import files
@@ -42,11 +43,13 @@ class LoadSource:
     Attributes:
         path: folder of the checkpoint.
         iteration: iteration from which training resumes; 0 with ``--finetune``.
+        samples: samples consumed until then; 0 where the checkpoint does not tell.
         tensors: shapes of the tensors by key.
     """
 
     path: Path
     iteration: int
+    samples: int
     tensors: dict[str, tuple[int, ...]]
 
     @classmethod
@@ -59,7 +62,9 @@ class LoadSource:
         # Megatron-LM begins with the first iteration from --pretrained-checkpoint, too.
         resumed = not args.finetune and args.load is not None and directory == Path(args.load)
         iteration = (source.iteration or 0) if resumed else 0
-        return cls(source.path, iteration, saved_tensors(source.path))
+        stored = saved_args(source.path) if iteration else None
+        samples = getattr(stored, "consumed_train_samples", 0)
+        return cls(source.path, iteration, samples, saved_tensors(source.path))
 
 
 def check_starts_anew(args: Namespace) -> None:

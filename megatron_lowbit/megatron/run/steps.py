@@ -22,6 +22,9 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron_lowbit.cpu_runtime.megatron_patches import with_seed
 from megatron_lowbit.numerics import randomness
 
+_expert_keys: dict[int, int] = {}
+"""Keys of experts by the keys of other layers, for the microbatches of the present step."""
+
 
 class Steps:
     """Counter of the forward passes of a model's chunks.
@@ -65,6 +68,7 @@ class Steps:
         if step != self._step:
             self._step = step
             self._passes.clear()
+            _expert_keys.clear()
             for listener in self.listeners:
                 listener(*step)
         microbatch = self._passes[number]
@@ -101,27 +105,27 @@ def run_after_backward(chunks: Sequence[Any], function: Callable[[], None]) -> N
 
 
 def set_microbatch_key(seed: int, iteration: int, microbatch: int) -> None:
-    """Set the random key of this rank's forward pass of a microbatch.
+    """Set the random keys of this rank's forward pass of a microbatch.
 
     ``iteration``, and ``microbatch`` within it and on this rank, count from 0. Data-parallel ranks
     number the microbatches of a global batch in turn: the same microbatches have the same keys in
     every layout. Context-parallel ranks, which hold other tokens of the same sequences, have keys
-    of their own. With expert parallelism the ranks of an expert group count as one, and the rank
-    within it is added last, by XOR, which :func:`microbatch_key` undoes.
+    of their own.
+
+    Experts have other keys: one sees the tokens of all ranks of its group, and is split over other
+    ranks than a dense layer if the sizes of tensor parallelism differ.
     """
-    replicas = parallel_state.get_expert_data_parallel_world_size()
-    number = microbatch * replicas + parallel_state.get_expert_data_parallel_rank()
+    number = microbatch * parallel_state.get_data_parallel_world_size()
+    number += parallel_state.get_data_parallel_rank()
     context = parallel_state.get_context_parallel_rank()
     key = randomness.microbatch_key(seed, iteration, number, context)
-    key ^= parallel_state.get_expert_model_parallel_rank()
+    replicas = parallel_state.get_expert_data_parallel_world_size()
+    number = microbatch * replicas + parallel_state.get_expert_data_parallel_rank()
+    _expert_keys[key] = randomness.microbatch_key(seed, iteration, number)
     torch.set_rng_state(with_seed(torch.get_rng_state(), key))
 
 
 def microbatch_key(is_expert: bool) -> int:
-    """Return the key of the present microbatch for an expert, or for any other layer.
-
-    An expert sees the tokens of all ranks of its group and takes no one's number: it then draws the
-    same bits whichever rank holds it.
-    """
+    """Return the key of the present microbatch for an expert, or for any other layer."""
     key = torch.initial_seed()
-    return key ^ parallel_state.get_expert_model_parallel_rank() if is_expert else key
+    return _expert_keys.get(key, key) if is_expert else key
