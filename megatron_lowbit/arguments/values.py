@@ -20,6 +20,9 @@ from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import check_folder, reason
 
+LARGEST_SEED = 2**32 - 2**20
+"""Megatron-LM adds offsets of ranks to a seed, and NumPy accepts 32 bits."""
+
 
 class _Range(NamedTuple):
     """Closed interval of numbers, with its description in an error message."""
@@ -55,8 +58,7 @@ _RULES = (
     (r"dist-ckpt-workers|num-dataset-builder-threads", _up_to(_MOST_PROCESSES, 1)),
     (r"num-workers|.*-decode-threads", _up_to(_MOST_PROCESSES)),
     (r"world-size", _up_to(1_000_000, 1)),
-    # Megatron-LM adds offsets of ranks, and NumPy accepts 32 bits.
-    (r"seed", _up_to(2**32 - 2**20, 1)),
+    (r"seed", _up_to(LARGEST_SEED, 1)),
     (r".*-port", _up_to(65535)),
     (r"distributed-timeout-minutes", _up_to(_MOST_MINUTES, 1)),
     (r"distributed-timeout-seconds-.*", _up_to(60 * _MOST_MINUTES, 1)),

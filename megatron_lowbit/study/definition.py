@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -12,9 +13,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
 
 from megatron_lowbit.analysis.machine import machine
+from megatron_lowbit.arguments.values import LARGEST_SEED
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError, error_prefix, require
@@ -54,7 +64,7 @@ class Branch(_Model):
     ``{trunk}`` in their arguments is the trunk's folder.
     """
 
-    iteration: int = Field(ge=1)
+    iteration: int = Field(ge=1, strict=True)
     runs: dict[str, Arguments] = Field(min_length=1)
 
 
@@ -68,7 +78,7 @@ class Study(_Model):
 
     script: str | None = None
     arguments: Arguments
-    seeds: list[int] = Field(min_length=1)
+    seeds: list[StrictInt] = Field(min_length=1)
     runs: dict[str, Arguments] = Field(min_length=1)
     branches: dict[str, Branch] = Field(default_factory=dict)
 
@@ -161,11 +171,14 @@ def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """Return all runs, every name's first seed first; ``more`` are from the command line.
 
-    Raises UserError for a seed given twice, for names that would share a folder, for arguments that
-    a study sets itself, and where ``more`` would replace an argument by which a run differs.
+    Raises UserError for seeds that training refuses or that are given twice, for names that would
+    share a folder, for arguments that a study sets itself, for a branch after the end of its trunk,
+    and where ``more`` would replace an argument by which a run differs.
     """
     seeds = " ".join(map(str, study.seeds))
     require(len(set(study.seeds)) == len(study.seeds), f"seeds {seeds}: each must be given once")
+    in_range = min(study.seeds) >= 1 and max(study.seeds) <= LARGEST_SEED
+    require(in_range, f"seeds {seeds}: must be from 1 to {LARGEST_SEED}")
     program = [study.script] if study.script else _PRETRAIN
 
     def job_of(name: str, seed: int, words: str, start: Start | None = None) -> Job:
@@ -187,7 +200,12 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
             start = Start(_folder(output, trunk, seed), branch.iteration)
             jobs += [job_of(name, seed, words, start) for name, words in branch.runs.items()]
     folders = Counter(job.folder for job in jobs)
+    lengths = {job.folder: planned_iterations(job) or math.inf for job in jobs}
     for job in jobs:
+        if job.start is not None:
+            last = min(lengths[job.start.folder], lengths[job.folder] - 1)
+            begin = f"run {job.name!r}: begins at iteration {job.start.iteration}"
+            require(job.start.iteration <= last, f"{begin}; it must be {last} or earlier")
         require(
             folders[job.folder] == 1,
             f"run {job.name!r}: another run's name is the same in a file's name",
@@ -260,8 +278,9 @@ def _inputs(job: Job) -> dict[str, str]:
     sha256 = hashlib.sha256(json.dumps(read).encode()).hexdigest()
     digests = {word: sha256 for word in words if word.startswith("@")}
     for word in read:
-        if file := next(filter(os.path.isfile, (word, f"{word}.bin")), None):
-            digests[word] = _digest(word, os.stat(file).st_mtime_ns)
+        name = word.partition("=")[2] if word.startswith("--") else word
+        if file := next(filter(os.path.isfile, (name, f"{name}.bin")), None):
+            digests[name] = _digest(name, os.stat(file).st_mtime_ns)
     return digests
 
 

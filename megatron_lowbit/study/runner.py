@@ -148,10 +148,16 @@ class _StudyState:
         return True
 
     def _finish(self, ended: _Running) -> None:
-        """Record that a run has ended, or the cause of its failure."""
+        """Record that a run has finished, or why it has not."""
         self.running.remove(ended)
         if ended.process.returncode:
             self.causes[ended.job.folder] = _cause(ended)
+            return
+        done, planned = _iteration(ended.job), planned_iterations(ended.job)
+        if planned is not None and done < planned:
+            # By a signal, or by an argument that ends training in time.
+            cause = f"ended after {done} of {planned} iterations; the same command continues it"
+            self.causes[ended.job.folder] = cause
             return
         mark(ended.job, finished=True)
         if not self._keep_checkpoints and ended.job.folder not in self.trunks:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage import files
 from megatron_lowbit.study.definition import Job, is_finished, training_words
 
 
@@ -16,12 +17,13 @@ class Pace(NamedTuple):
     busy: float
     iterations: int
 
-    def seconds(self, at_once: int, start_up: float) -> float:
-        """Return the seconds of a run, with ``start_up`` until the first iteration.
+    def seconds(self, at_once: int, start_up: float, begun: int = 0) -> float:
+        """Return the seconds of a run after ``begun`` iterations.
 
-        While one of the ``at_once`` runs on a GPU waits for the CPU, the others use the GPU.
+        It takes ``start_up`` seconds until the first. While one of the ``at_once`` runs on a GPU
+        waits for the CPU, the others use the GPU.
         """
-        return start_up + self.iterations * max(self.step, at_once * self.busy)
+        return start_up + (self.iterations - begun) * max(self.step, at_once * self.busy)
 
 
 def pace_of(job: Job, gpu: str) -> Pace:
@@ -35,7 +37,7 @@ def pace_of(job: Job, gpu: str) -> Pace:
     try:
         plan = plan_run(training_words(job), gpu, gpus=1, as_given=True)
         if not plan.tokens:
-            raise UserError("its arguments give no --train-iters")
+            raise UserError("its arguments give no --train-iters or no --global-batch-size")
     except UserError as error:
         raise UserError(f"run {job.name!r}: {error}") from error
     best = plan.best
@@ -76,21 +78,28 @@ def described(
     iteration.
     """
     left = [job for job in jobs if not is_finished(job)]
+    starts = {job.name: job.start.iteration if job.start else 0 for job in jobs}
     paces = {job.name: pace_of(job, gpu) for job in reversed(jobs)}
-    seconds = {name: pace.seconds(at_once, start_up) for name, pace in paces.items()}
+    whole = {name: paces[name].seconds(at_once, start_up, start) for name, start in starts.items()}
+    seconds = {
+        job.folder: paces[job.name].seconds(
+            at_once, start_up, files.last_saved(job.folder) or starts[job.name]
+        )
+        for job in left
+    }
     table = Table("run", "iterations", "ms per iteration", "ms busy", "minutes per run", "left")
     for name in dict.fromkeys(job.name for job in jobs):
         pace, count = paces[name], sum(job.name == name for job in left)
-        cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{seconds[name] / 60:.1f}")
-        table.add_row(name, str(pace.iterations), *cells, str(count))
+        cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{whole[name] / 60:.1f}")
+        table.add_row(name, str(pace.iterations - starts[name]), *cells, str(count))
     yield table
-    commands = commands_of(left, lambda job: seconds[job.name], slots, 60 * minutes)
-    hours = sum(seconds[job.name] for job in left) / slots / 3600
+    commands = commands_of(left, lambda job: seconds[job.folder], slots, 60 * minutes)
+    hours = sum(seconds.values()) / slots / 3600
     yield (
         f"{len(left)} of {len(jobs)} runs are left: {hours:.1f} hours on {slots} places at least, "
         f"{len(commands)} commands of {minutes:g} minutes"
     )
     for number, command in enumerate(commands, 1):
         yield f"  {number}: " + ", ".join(f"{job.name} {job.seed}" for job in command)
-    if long := [name for name in seconds if seconds[name] > 60 * minutes]:
+    if long := dict.fromkeys(job.name for job in left if seconds[job.folder] > 60 * minutes):
         yield f"longer than a command, to be continued in the next: {', '.join(long)}"

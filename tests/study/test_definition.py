@@ -40,3 +40,25 @@ def test_a_recipe_of_a_run_is_not_replaced_for_all_runs(tmp_path):
         jobs_of(recipes, tmp_path, ["--precision-recipe", "mxfp8"])
     changed = recipes.model_copy(update={"runs": {"nvfp4": "--recipe-set grad.rounding=nearest"}})
     jobs_of(changed, tmp_path, ["--recipe-set", "bf16_blocks=none"])
+
+
+@pytest.mark.parametrize("seeds", ["['1']", "[true]", "[3.0]", "[0]", "[-1]", "[4294967295]"])
+def test_seeds_that_training_refuses(tmp_path, seeds):
+    file = tmp_path / "study.yaml"
+    file.write_text(f"arguments: ''\nseeds: {seeds}\nruns: {{a: '', b: ''}}\n")
+    with pytest.raises(UserError, match="seeds"):
+        jobs_of(read_study(file), tmp_path, [])
+
+
+@pytest.mark.parametrize(("trunk", "own", "last"), [(500, 1000, 500), (1000, 600, 599)])
+def test_a_branch_after_the_end_of_its_trunk_or_of_itself(tmp_path, trunk, own, last):
+    file = tmp_path / "study.yaml"
+    for iteration in (last, last + 1):
+        file.write_text(
+            f"arguments: ''\nseeds: [1]\nruns: {{trunk: --train-iters {trunk}}}\n"
+            f"branches: {{trunk: {{iteration: {iteration}, runs: {{late: --train-iters {own}}}}}}}\n"
+        )
+        if iteration == last:
+            jobs_of(read_study(file), tmp_path, [])
+    with pytest.raises(UserError, match=f"'late': begins at iteration {last + 1}; .* {last} or "):
+        jobs_of(read_study(file), tmp_path, [])

@@ -16,7 +16,7 @@ import pytest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.study import runner
 from megatron_lowbit.study.command import main
-from megatron_lowbit.study.definition import Job, Study, jobs_of, training_words
+from megatron_lowbit.study.definition import Job, Study, jobs_of, read_study, training_words
 from megatron_lowbit.study.schedule import Pace, commands_of, pace_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -173,6 +173,33 @@ def test_the_plan(tmp_path, capsys):
     assert minutes == pytest.approx(pace_of(job, "h100").seconds(1, 30) / 60, abs=0.051)
     with pytest.raises(UserError, match=r"--minutes 0\.0: must be positive"):
         main(["plan", str(file), "--output", str(tmp_path / "out"), "--minutes", "0"])
+
+
+def test_the_plan_of_branches_and_of_runs_that_were_stopped(tmp_path, capsys):
+    """Only iterations that are left take time."""
+    file, output = tmp_path / "study.yaml", tmp_path / "out"
+    file.write_text(
+        "arguments: '@examples/gpt-20m.args --vocab-size 8192'\nseeds: [1]\n"
+        "runs: {trunk: --precision-recipe bf16}\n"
+        "branches: {trunk: {iteration: 2000, runs: {late: --precision-recipe bf16}}}\n"
+    )
+    checkpoint = output / "trunk-1" / "iter_0001250"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").touch()
+    (output / "trunk-1" / "study.json").write_text(
+        json.dumps({"command": jobs_of(read_study(file), output, [])[0].command[1:],
+                    "finished": False, "machine": {}})
+    )  # fmt: skip
+    main(["plan", str(file), "--output", str(output), "--gpu", "h100", "--start-up", "0"])
+    shown = capsys.readouterr().out
+    cells = {
+        name: [float(cell) for cell in re.search(rf"{name} +│ ([^\n]*)", shown)[1].split("│")[:4]]
+        for name in ("trunk", "late")
+    }
+    assert (cells["trunk"][0], cells["late"][0]) == (2500, 500)
+    assert cells["late"][3] == pytest.approx(cells["trunk"][3] / 5, abs=0.1)
+    hours = float(re.search(r"are left: ([\d.]+) hours", shown)[1])
+    assert hours == pytest.approx((0.5 + 0.2) * cells["trunk"][3] / 60, abs=0.06)
 
 
 @pytest.mark.slow

@@ -63,6 +63,19 @@ def test_a_run_that_is_far_behind_gets_no_further_seeds(study, tmp_path, capsys)
     assert (output / "near-4").is_dir() and not (output / "far-3").exists()
 
 
+def test_a_run_that_ends_early_is_not_finished(study, write_script, tmp_path):
+    """As at a signal to it alone, or --exit-interval: its checkpoint stays, and it continues."""
+    file, output = study(base="--scale 2", other="--scale 2"), tmp_path / "out"
+    write_script("time.sleep(float", "i != 7 or leave()\n        time.sleep(float")
+    command = ["run", str(file), "--output", str(output), "--", "--train-iters", "40"]
+    with pytest.raises(TrainingError, match=r"4 of 4 .*: ended after 7 of 40 iterations"):
+        main(command)
+    assert not json.loads((output / "base-1" / "study.json").read_text())["finished"]
+    write_script()
+    main(command)
+    assert [line["iteration"] for line in lines(output / "base-1")] == list(range(1, 41))
+
+
 def test_a_run_that_fails(study, tmp_path):
     """The others end; run again, only it begins again."""
     file, output = study(good="--scale 2", bad="--scale 2 --code 3"), tmp_path / "out"
@@ -161,14 +174,16 @@ def test_recipes_in_place_of_a_studys_runs(study, write_script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", others_slow(["mine.yaml", "more.args", "data.bin"], ["data.bin"])
+    "changed", others_slow(["mine.yaml", "more.args", "data.bin", "equal.yaml"], ["data.bin"])
 )
 def test_runs_of_files_that_have_changed_are_not_compared(study, tmp_path, changed, monkeypatch):
     """Runs of other seeds would differ in more than their seeds."""
     monkeypatch.chdir(tmp_path)
-    for name in ("mine.yaml", "more.args", "data.bin", "data.idx"):
+    for name in ("mine.yaml", "more.args", "data.bin", "data.idx", "equal.yaml"):
         Path(name).write_text("1")
-    file = study(base="--scale 2 --recipe mine.yaml --data data --more @more.args")
+    file = study(
+        base="--scale 2 --recipe mine.yaml --data data --more @more.args --x=equal.yaml --y=1"
+    )
     command = ["run", str(file), "--output", "out", "--seeds"]
     main([*command, "1"])
     main([*command, "1", "2"])
@@ -203,7 +218,7 @@ NUMBERS = {
     "run": ["--at-once 0", "--at-once -3", *(f"--minutes {x}" for x in ("nan", "-5", "0", "inf")),
             "--leave-out nan", "--leave-out -1"],
     "plan": ["--at-once 0", "--at-once -3", *(f"--minutes {x}" for x in ("nan", "-5", "0", "inf")),
-             "--start-up nan", "--count 0"],
+             "--start-up nan", "--count 0", f"--count {10**30}"],
 }  # fmt: skip
 
 
@@ -219,7 +234,8 @@ NUMBERS = {
         ("run --only x --recipes bf16 nvfp4", "--only names runs of STUDY.yaml: not with"),
         *[
             (f"{command} --recipes bf16 nvfp4 {number}", f"{number.split()[0]} .*: must be "
-             + ("not negative" if number[:4] in ("--le", "--st") else "positive") + " and finite")
+             + {"--at": "from 1 to 1000", "--co": "from 1 to 1000", "--mi": "positive and finite"}
+             .get(number[:4], "not negative and finite"))
             for command, numbers in NUMBERS.items() for number in numbers
         ],
     ],
