@@ -56,7 +56,8 @@ def test_a_branch_after_the_end_of_its_trunk_or_of_itself(tmp_path, trunk, own, 
     for iteration in (last, last + 1):
         file.write_text(
             f"arguments: ''\nseeds: [1]\nruns: {{trunk: --train-iters {trunk}}}\n"
-            f"branches: {{trunk: {{iteration: {iteration}, runs: {{late: --train-iters {own}}}}}}}\n"
+            f"branches: {{trunk: {{iteration: {iteration}, runs: "
+            f"{{late: --train-iters {own}}}}}}}\n"
         )
         if iteration == last:
             jobs_of(read_study(file), tmp_path, [])
