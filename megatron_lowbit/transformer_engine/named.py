@@ -48,6 +48,14 @@ class NamedFactory(Factory):
         for name, reason in _REFUSED.items():
             given = getattr(args, name, False)
             require(not given, f"a quantizer factory and {name}: {reason}")
+        if getattr(args, "num_experts", None):
+            # Keys are numbered by data-parallel ranks, which would split a layer's tensors then.
+            dense, experts = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+            message = f"must be {dense}, as tensor_model_parallel_size"
+            require(
+                experts == dense,
+                f"a quantizer factory and expert_tensor_parallel_size {experts}: {message}",
+            )
         return super().__call__(role)
 
     def key(self, layer: str) -> int:

@@ -4,6 +4,7 @@ import argparse
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,17 @@ def test_arguments_that_custom_quantizers_cannot_serve_are_refused(run, argument
     assert hasattr(parser.parse_args([]), argument)
     setattr(run, argument, True)
     with pytest.raises(UserError, match=advice):
+        named("mxfp8")(TERole(LAYER, "input"))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_experts_that_are_split_over_other_ranks_are_refused(run, sizes):
+    """Ranks of one expert would draw different random numbers."""
+    run.num_experts = 4
+    run.tensor_model_parallel_size, run.expert_tensor_parallel_size = sizes
+    is_refused = sizes[0] != sizes[1]
+    message = f"expert_tensor_parallel_size {sizes[1]}: must be {sizes[0]}"
+    with pytest.raises(UserError, match=message) if is_refused else nullcontext():
         named("mxfp8")(TERole(LAYER, "input"))
 
 
