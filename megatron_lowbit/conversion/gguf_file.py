@@ -126,13 +126,14 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     """Convert a folder of Hugging Face's into a GGUF file.
 
     Raises UserError, and leaves nothing, where llama.cpp has not this family, quantization or
-    tokenizer, or where a scale is no number of ggml's.
+    tokenizer, where a scale is no number of ggml's, or where ``output`` would replace a file that
+    is not GGUF, or without ``force`` any file.
     """
     try:
         import gguf
     except ImportError:
         raise UserError("to-gguf needs gguf: pip install 'megatron-lowbit[serve]'") from None
-    require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
+    _check_output(source, output, force)
     companion_files(source)
     folder = QuantizedFolder(source)
     converted = from_config(folder.config, str(source / CONFIG))
@@ -158,7 +159,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
             partial.unlink(missing_ok=True)  # It might be a link.
             size = _write(writer, outlines, _tensors(folder, names, converted))
             require(partial.stat().st_size == size, f"{partial}: not the {size} bytes written")
-            require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
+            _check_output(source, output, force)
             partial.replace(output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
@@ -167,6 +168,20 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     matrices = [type for _, type, outline in outlines if outline.ndim > 1]
     types = {type: matrices.count(type) for type in dict.fromkeys(matrices)}
     return GGUFSummary(converted.name, types)
+
+
+def _check_output(source: Path, output: Path, force: bool) -> None:
+    """Raise UserError unless the output is a new file or, with ``force``, an older GGUF file."""
+    is_in_source = Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source))
+    require(not is_in_source, f"{output} is in the source's folder; give a path outside it")
+    if not os.path.lexists(output):
+        return
+    require(force, f"{output} exists; --force replaces it")
+    is_gguf = output.is_file() and not output.is_symlink()
+    if is_gguf:
+        with output.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+    require(is_gguf, f"{output} is no GGUF file, which --force replaces; move it")
 
 
 def _write(

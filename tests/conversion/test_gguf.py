@@ -282,6 +282,18 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
     assert file.stat().st_ino != before and len(list(tmp_path.glob(".*"))) == 0
 
 
+@pytest.mark.parametrize("name", ["model/0.safetensors", "model/a.gguf", "text", "link", "folder"])
+def test_force_replaces_only_gguf_files_outside_the_source(name, tmp_path):
+    folder, output = plain_folder(tmp_path / "model"), tmp_path / name
+    (tmp_path / "text").write_text("precious")
+    (tmp_path / "link").symlink_to("model/0.safetensors")
+    (tmp_path / "folder").mkdir()
+    before = {path: path.lstat().st_ino for path in tmp_path.rglob("*")}
+    with pytest.raises(UserError, match=f"{output} is (in the source's folder|no GGUF file)"):
+        to_gguf(folder, output, force=True)
+    assert {path: path.lstat().st_ino for path in tmp_path.rglob("*")} == before
+
+
 def test_brain_floats_stay_as_they_are(tmp_path):
     """Matrices keep their dtype; vectors become FP32."""
     folder = plain_folder(tmp_path / "model")
@@ -321,7 +333,7 @@ def test_other_families_are_refused(tmp_path):
     }))  # fmt: skip
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     with pytest.raises(UserError, match="to-gguf converts Llama and Qwen3, not GPT-2"):
-        to_gguf(tmp_path, tmp_path / "a.gguf")
+        to_gguf(tmp_path, tmp_path.with_suffix(".gguf"))
 
 
 ALONE = "to-gguf writes rope_type 'default' and 'llama3' alone"
