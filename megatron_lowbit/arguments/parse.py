@@ -21,6 +21,7 @@ from megatron_lowbit.arguments.precision import (
 from megatron_lowbit.arguments.upstream_output import redirect_upstream
 from megatron_lowbit.arguments.values import (
     check_folders,
+    check_microbatches,
     check_samples,
     check_values,
     check_warmup,
@@ -276,6 +277,9 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
         with translate_refusals(), command_line(tokens), translate_tokenizer_errors():
             args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
             check_warmup(args)
+            check_microbatches(args)
+            if args.eval_iters != 0:
+                check_microbatches(args, "eval-")
             if not args.dry_run:
                 check_samples(args)
             _check_vocabulary(args)

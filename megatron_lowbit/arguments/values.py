@@ -247,6 +247,34 @@ def check_warmup(args: Namespace) -> None:
     )
 
 
+def check_microbatches(args: Namespace, prefix: str = "") -> None:
+    """Raise UserError where virtual pipeline stages cannot take the microbatches of a step.
+
+    They take them in groups. Megatron-LM fails at the first step if the last group has fewer than
+    there are stages (``forward_backward_pipelining_with_interleaving`` of its ``schedules.py``).
+    ``prefix``: ``"eval-"`` for the microbatches of an evaluation.
+    """
+    stages = args.pipeline_model_parallel_size
+    is_scheduled = args.step_batch_size_schedule is not None and not prefix
+    if args.virtual_pipeline_model_parallel_size is None or is_scheduled:
+        return  # A resumed run may be past the batches of a schedule that do not fit.
+    group = args.microbatch_group_size_per_vp_stage or stages
+    require(
+        group >= stages,
+        f"--microbatch-group-size-per-virtual-pipeline-stage {group}: must be at least "
+        f"--pipeline-model-parallel-size {stages}",
+    )
+    names = (f"{prefix}{size}-batch-size" for size in ("global", "micro"))
+    batch, size = (getattr(args, name.replace("-", "_")) for name in names)
+    step = size * args.data_parallel_size * args.gtp_weight_remat_size
+    number = batch // step
+    require(
+        number >= group and (number % group == 0 or number % group >= stages),
+        f"--{prefix}global-batch-size {batch}: virtual pipeline stages take microbatches in groups "
+        f"of {group}, and these are {number}; give a multiple of {group * step}",
+    )
+
+
 def _check_index(argument: str, samples: int) -> None:
     needed = 12 * samples  # Two 32-bit numbers for a sample's position, one for its order.
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

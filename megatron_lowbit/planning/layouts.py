@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from megatron_lowbit.arguments.parse import translate_refusals
+from megatron_lowbit.arguments.values import check_microbatches
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.planning.model import check_plannable
 from megatron_lowbit.planning.training_arguments import TrainingArguments
@@ -19,6 +20,7 @@ SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-pa
 _OF_A_LAYOUT = (
     "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size",
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
     "--pipeline-model-parallel-layout", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
@@ -99,7 +101,8 @@ Candidate = tuple[Layout, Namespace]
 def layout_of(args: Namespace, gpus: int) -> Layout:
     """Return the layout that the arguments themselves ask for.
 
-    Raises UserError where the data-parallel ranks or the global batch do not divide.
+    Raises UserError where the data-parallel ranks or the global batch do not divide, or virtual
+    stages cannot take the microbatches.
     """
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, expert = args.context_parallel_size, args.expert_model_parallel_size
@@ -116,6 +119,7 @@ def layout_of(args: Namespace, gpus: int) -> Layout:
         f"--global-batch-size {batch} is not divisible by --micro-batch-size "
         f"{args.micro_batch_size} x {data} data-parallel ranks",
     )
+    check_microbatches(args)
     chunks = model_chunks(args)
     # "selective" recomputes only attention, which keeps no scores here: nothing is saved by it.
     recomputed = 0
@@ -186,16 +190,23 @@ def _batches(parsed: Namespace, ranks: Layout) -> Iterator[Candidate]:
         extents |= {max(1, round(share * max(ranks.chunks))) for share in shares}
     for size in _powers(_LARGEST_BATCH):
         microbatches, rest = divmod(batch, ranks.data * size)
-        # Interleaved stages take their microbatches in groups of as many as there are stages.
-        if rest or (ranks.virtual > 1 and microbatches < ranks.pipeline):
-            continue
         changed = {"micro_batch_size": size, "global_batch_size": batch}
         args = Namespace(**vars(parsed) | changed)
+        if rest or not _takes_microbatches(args):
+            continue
         for recomputed in sorted(extents):
             yield (
                 ranks._replace(micro_batch=size, microbatches=microbatches, recomputed=recomputed),
                 args,
             )
+
+
+def _takes_microbatches(args: Namespace) -> bool:
+    try:
+        check_microbatches(args)
+    except UserError:
+        return False
+    return True
 
 
 def _powers(limit: int) -> list[int]:

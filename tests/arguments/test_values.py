@@ -1,6 +1,7 @@
 """Invalid numbers, patterns and folders in Megatron-LM's arguments are refused in one line."""
 
 import itertools
+import re
 import shlex
 import signal
 from collections.abc import Iterator
@@ -177,6 +178,33 @@ def test_load_must_be_a_folder_or_not_there_yet(tmp_path):
     assert "a folder with checkpoints is needed" in (refusal([*TINY, "--load", "/dev/null"]) or "")
     assert "File name too long" in (refusal([*TINY, "--load", "n" * 256]) or "")
     assert refusal([*TINY, "--load", str(tmp_path / "first")]) is None
+
+
+# -- microbatches ----------------------------------------------------------------------------------
+
+VIRTUAL = shlex.split("""
+    --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+    --dry-run --world-size 2
+""")
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--global-batch-size 8", None),
+        ("--global-batch-size 6", "--global-batch-size 6: virtual .* of 2, and .* 3; give .* 4$"),
+        ("--global-batch-size 2", "--global-batch-size 2: .* groups of 2, and these are 1"),
+        ("--eval-global-batch-size 6", "--eval-global-batch-size 6: .* and these are 3"),
+        ("--eval-global-batch-size 6 --eval-iters 0", None),
+        (f"--global-batch-size 10 {GROUP} 3", None),  # 3 microbatches, then one for each stage
+        (f"--global-batch-size 8 {GROUP} 3", "--global-batch-size 8: .* groups of 3, and .* 4"),
+        (f"{GROUP} 1", f"{GROUP} 1: must be at least --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_virtual_stages_take_microbatches_in_groups(flags, message):
+    given = refusal([*TINY, *VIRTUAL, *flags.split()])
+    assert given is None if message is None else re.match(message, given or "")
 
 
 # -- files of arguments ----------------------------------------------------------------------------

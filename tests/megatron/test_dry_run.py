@@ -46,7 +46,7 @@ LAYOUTS = {
     "TP2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
 }
-INTERLEAVED = (8, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1")
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,9 @@ def test_multi_latent_attention_counted_by_hand():
 
 
 def test_interleaved_stages_hold_their_chunks():
-    stages = dry_run.model_stages(parse(f"{LAYERS} {INTERLEAVED[1]} --fp4-recipe nvfp4", 8))
+    stages = dry_run.model_stages(
+        parse(f"{LAYERS} {INTERLEAVED} --fp4-recipe nvfp4 --global-batch-size 8", 8)
+    )
     blocks = [sorted({layer.block for layer in stage.layers}) for stage in stages]
     assert blocks == [[0, 2], [1, 3]] and [stage.blocks for stage in stages] == [2, 2]
 

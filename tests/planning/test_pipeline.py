@@ -86,6 +86,14 @@ def test_a_search_tries_stages_that_do_not_divide_the_layers(model, gpus):
         assert layout_of(parsed, gpus) == layout
 
 
+def test_a_search_tries_only_whole_groups_of_microbatches_in_virtual_stages():
+    words = TrainingArguments(shlex.split(f"{LLAMA_405B} --global-batch-size 48"))
+    tried, _ = candidates(words, 16, 8)
+    numbers = {(layout.pipeline, layout.microbatches) for layout, _ in tried if layout.virtual > 1}
+    assert numbers == {(2, 6), (2, 12), (2, 24), (2, 48), (4, 12), (4, 24), (4, 48), (8, 24),
+                       (8, 48), (16, 48)}  # fmt: skip
+
+
 def test_bars_of_a_hybrid_are_part_of_its_layout():
     words = TrainingArguments(shlex.split(f"{HYBRID_TINY} --hybrid-layer-pattern M|*|-M|-"))
     tried, _ = candidates(words, 2, 8)
