@@ -59,7 +59,12 @@ class Layout(NamedTuple):
 
     def recomputed_layers(self, stage: int) -> int:
         """Return the layers of a pipeline stage that are recomputed."""
-        return sum(min(self.recomputed, size) for size in self.chunks[stage :: self.pipeline])
+        return self.recomputed_groups(stage, 1)
+
+    def recomputed_groups(self, stage: int, layers: int) -> int:
+        """Return the groups of up to so many layers that are recomputed in a pipeline stage."""
+        sizes = (min(self.recomputed, size) for size in self.chunks[stage :: self.pipeline])
+        return sum(-(-size // layers) for size in sizes)
 
     def recomputed_share(self, stage: int) -> float:
         """Return the recomputed share of a pipeline stage's layers."""
@@ -121,8 +126,7 @@ def layout_of(args: Namespace, gpus: int) -> Layout:
     )
     check_microbatches(args)
     chunks = model_chunks(args)
-    # "selective" recomputes only attention, which keeps no scores here: nothing is saved by it.
-    recomputed = 0
+    recomputed = 0  # layers; "selective" recomputes only attention
     if args.recompute_granularity == "full":
         uniform = args.recompute_method == "uniform"
         recomputed = max(chunks) if uniform else min(max(chunks), args.recompute_num_layers)

@@ -22,6 +22,7 @@ from megatron_lowbit.planning.hardware import SCANS
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.model import (
     CONVOLUTION,
+    CORE_ATTENTION,
     Amounts,
     Linear,
     Parameters,
@@ -31,6 +32,7 @@ from megatron_lowbit.planning.model import (
     loss_fusion,
     mixer,
     query_groups,
+    recomputed_modules,
     replicas,
     tokens_of,
 )
@@ -119,10 +121,12 @@ def rank_memory(
     stream = local_tokens(args) * args.hidden_size * BF16
     recomputed = Amounts()
     if share := layout.recomputed_share(stage):
-        # The layers that are recomputed keep their input; one of them at a time all the rest.
-        recomputed = Amounts({name: size / layout.layers(stage) for name, size in kept.items()})
+        # Groups of layers, by default of one, keep their input; one of them at a time all the rest.
+        is_uniform = args.recompute_method == "uniform"
+        group = min(args.recompute_num_layers, max(layout.chunks)) if is_uniform else 1
+        recomputed = kept * (group / layout.layers(stage))
         kept *= 1 - share
-        kept["recomputed layers' inputs"] = layout.recomputed_layers(stage) * stream
+        kept["recomputed layers' inputs"] = layout.recomputed_groups(stage, group) * stream
     held.add(kept, in_flight(layout, stage))
     is_last = stage == layout.pipeline - 1
     if is_last:  # which has the output layer
@@ -256,9 +260,7 @@ def _reuses_input(args: Namespace, part: Part) -> bool:
     """
     if part.name != "attention":
         return False
-    # Megatron-LM recomputes attention where no module is named.
-    modules = args.recompute_modules or ["core_attn"]
-    recomputed = args.recompute_granularity == "selective" and "core_attn" in modules
+    recomputed = CORE_ATTENTION in recomputed_modules(args)
     again = args.transformer_impl == "transformer_engine" and not recomputed
     return again or _bytes_of_codes(part.second) is None
 

@@ -19,6 +19,8 @@ CONVOLUTION = 4
 """Tokens that a Mamba-2 mixer's convolution sees: megatron-core's only value."""
 BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 """Blocks of a hybrid that the planner models, by their symbols in ``--hybrid-layer-pattern``."""
+CORE_ATTENTION = "core_attn"
+"""Name of attention without its linear layers in ``--recompute-modules``."""
 _PATHS = {name: LINEAR_LAYERS[symbol] for symbol, name in BLOCKS.items()}
 
 
@@ -205,14 +207,18 @@ def loss_fusion(args: Namespace) -> str | None:
     return args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else None
 
 
+def recomputed_modules(args: Namespace) -> set[str]:
+    """Return the modules of ``--recompute-granularity selective``, by default core attention."""
+    is_selective = args.recompute_granularity == "selective"
+    return set(args.recompute_modules or [CORE_ATTENTION]) if is_selective else set()
+
+
 def check_plannable(args: Namespace) -> None:
     """Raise UserError for arguments that training refuses, or that the planner does not model."""
     check(args, load_recipes(args.precision_recipe, args.recipe_set))
-    unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
     tensor, heads, groups = (
         args.tensor_model_parallel_size, args.num_attention_heads, query_groups(args)
     )  # fmt: skip
-    expert_tensor = args.expert_tensor_parallel_size or tensor
     require(
         args.num_experts is not None or "E" not in (args.hybrid_layer_pattern or ""),
         f"--hybrid-layer-pattern {args.hybrid_layer_pattern}: E needs --num-experts",
@@ -222,23 +228,50 @@ def check_plannable(args: Namespace) -> None:
         f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads} and "
         f"--num-query-groups {groups}",
     )
-    for name, is_asked in (
-        ("--multi-latent-attention", args.multi_latent_attention),
-        ("--experimental-attention-variant", args.experimental_attention_variant),
-        ("--mtp-num-layers", args.mtp_num_layers),
-        ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size),
-        ("--moe-latent-size", args.moe_latent_size),
-        (
-            "--context-parallel-size of a hybrid",
-            args.context_parallel_size > 1 and args.hybrid_layer_pattern,
+    for name, is_given in _not_modelled(args).items():
+        require(not is_given, f"{name}: plans of memory and time do not cover it")
+
+
+def _not_modelled(args: Namespace) -> dict[str, object]:
+    """Return True for each given argument that changes memory or time and that is not modelled."""
+    groups = {None, args.pipeline_model_parallel_size}
+    unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
+    tensor = args.tensor_model_parallel_size
+    modules = sorted(recomputed_modules(args) - {CORE_ATTENTION})
+    return {
+        "--multi-latent-attention": args.multi_latent_attention,
+        "--experimental-attention-variant": args.experimental_attention_variant,
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--moe-shared-expert-intermediate-size": args.moe_shared_expert_intermediate_size,
+        "--moe-latent-size": args.moe_latent_size,
+        "--context-parallel-size of a hybrid": (
+            args.context_parallel_size > 1 and args.hybrid_layer_pattern
         ),
-        ("--distill-from", args.distill_from),
-        ("--expert-tensor-parallel-size", expert_tensor != tensor),
-        ("a heterogeneous model", args.heterogeneous_layers_config_path),
-        ("fully sharded data parallelism", args.use_megatron_fsdp or args.use_torch_fsdp2),
-        (f"{', '.join(unknown)} in --hybrid-layer-pattern", unknown),
-    ):
-        require(not is_asked, f"{name}: plans of memory and time do not cover it")
+        "--distill-from": args.distill_from,
+        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size not in (None, tensor),
+        "a heterogeneous model": args.heterogeneous_layers_config_path,
+        "fully sharded data parallelism": args.use_megatron_fsdp or args.use_torch_fsdp2,
+        f"{', '.join(unknown)} in --hybrid-layer-pattern": unknown,
+        f"--recompute-modules {' '.join(modules)}": modules,
+        "--recompute-granularity selective of local layers": (
+            args.recompute_granularity == "selective" and args.transformer_impl == "local"
+        ),
+        "--moe-layer-recompute": args.moe_layer_recompute,
+        "--distribute-saved-activations": args.distribute_saved_activations,
+        "--cpu-offloading-num-layers": args.cpu_offloading_num_layers,
+        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
+        "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
+        "--moe-paged-stash": args.moe_paged_stash,
+        f"--optimizer {args.optimizer}": args.optimizer != "adam",
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "--num-distributed-optimizer-instances": args.num_distributed_optimizer_instances > 1,
+        "--tensor-parallel-num-weight-shards": args.gtp_weight_remat_size > 1,
+        "--expert-tensor-parallel-num-weight-shards": args.expert_gtp_weight_remat_size > 1,
+        "--microbatch-group-size-per-virtual-pipeline-stage": (
+            args.virtual_pipeline_model_parallel_size
+            and args.microbatch_group_size_per_vp_stage not in groups
+        ),
+    }
 
 
 def parameters(

@@ -82,6 +82,48 @@ def test_errors_name_the_argument_in_one_line(words, named):
     assert "\n" not in str(error.value)
 
 
+NOT_MODELLED = {
+    "--recompute-granularity selective --recompute-modules core_attn layernorm mlp": (
+        "--recompute-modules layernorm mlp"
+    ),
+    "--transformer-impl local --recompute-activations": (
+        "--recompute-granularity selective of local layers"
+    ),
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--tensor-model-parallel-size 2 --distribute-saved-activations": "--distribute-saved-activ",
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2": "--num-distributed-opt",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": "--optimizer-cpu-offload",
+    "--cpu-offloading-num-layers 2": "--cpu-offloading-num-layers",
+    "--fine-grained-activation-offloading --offload-modules core_attn": "--fine-grained-activation",
+    "--optimizer sgd": "--optimizer sgd",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 "
+    "--microbatch-group-size-per-virtual-pipeline-stage 4": "--microbatch-group-size-per-virtual-",
+}
+"""Arguments that change memory or time in another way than the planner models."""
+
+
+@pytest.mark.parametrize("flags", NOT_MODELLED)
+def test_arguments_that_are_not_modelled_have_no_plan(flags):
+    message = f"^{re.escape(NOT_MODELLED[flags])}.*: plans of memory and time do not cover it$"
+    with pytest.raises(UserError, match=message):
+        plan_run([*shlex.split(LLAMA_8B), *flags.split()], "h200", 8, as_given=True)
+
+
+def test_a_group_of_recomputed_layers_keeps_an_input_and_is_recomputed_whole():
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+    model = f"{LLAMA_8B} --num-layers 30"
+    single, four, all_layers, beyond, plain = (
+        planned(f"{model} {more}", vocabulary=128).memory[0].parts
+        for more in (f"{full} 1", f"{full} 4", f"{full} 30", f"{full} 99", "")
+    )
+    inputs, stream = "recomputed layers' inputs", 4096 * 4096 * 2
+    assert [parts[inputs] / stream for parts in (single, four, all_layers)] == [30, 8, 1]
+    for name in ("linear inputs", "attention", "activation"):
+        assert four[name] == pytest.approx(4 * single[name])
+        assert all_layers[name] == pytest.approx(plain[name])
+    assert beyond == all_layers
+
+
 def cells(text: str, columns: int) -> list[list[str]]:
     """Return the rows of a printed table with so many columns."""
     rows = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
