@@ -17,16 +17,12 @@ from torch import Tensor
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import as_object, is_inside, parse_json, read_object
+from megatron_lowbit.storage.output_entries import COMPANIONS
 from megatron_lowbit.storage.resumable_output import ResumableOutput, in_files
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-COMPANIONS = (
-    "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "additional_chat_templates/*.jinja", "generation_config.json", "*.model",
-)  # fmt: skip
-"""Files other than weights that a converted folder keeps."""
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",

@@ -20,12 +20,12 @@ from rich.progress import Progress
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, error_behind, require, say
-from megatron_lowbit.folders import METRICS, new_file, replace_text, sync_directory
+from megatron_lowbit.folders import new_file, replace_text, sync_directory
 from megatron_lowbit.json_files import as_object, is_inside, parse_json
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.lock import LOCK, FolderLock, output_lock
+from megatron_lowbit.storage.lock import FolderLock, output_lock
+from megatron_lowbit.storage.output_entries import JOURNAL, check_replaceable
 
-JOURNAL = ".finished.jsonl"
 Span = tuple[int, int]
 """Place of a part in its file: first byte, number of bytes."""
 
@@ -156,18 +156,11 @@ def _take(output: Path, path: Path, force: bool, source: Path | None, locks: Exi
     require(force or not lexists(output), f"{output} exists; --force replaces it")
     holds_source = source is not None and output.resolve() in (source, *source.parents)
     require(not holds_source, f"{output} holds the source")
-    message = f"{output} is no converted model or checkpoint, which --force replaces; move it"
-    require(not lexists(output) or _is_replaceable(output), message)
+    if lexists(output):
+        check_replaceable(output)
     require(not _is_foreign(path), f"{output}: {path} is in the way; move it")
     if output.is_dir() and not output.is_symlink():
         locks.enter_context(closing(FolderLock(output, str(output))))
-
-
-def _is_replaceable(output: Path) -> bool:
-    """Return True for an empty folder, and for a model or checkpoint that no run has written."""
-    names = {entry.name for entry in output.iterdir()} - {LOCK} if output.is_dir() else {""}
-    is_model = not names.isdisjoint({"config.json", files.TRACKER})
-    return not names or (is_model and METRICS not in names)
 
 
 def replace_directory(partial: Path, final: Path) -> None:

@@ -15,6 +15,7 @@ from small_llama import write_llama
 
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.gguf_file import to_gguf
+from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage.lock import FolderLock
 from megatron_lowbit.storage.resumable_output import JOURNAL, ResumableOutput
@@ -182,7 +183,7 @@ def test_a_kill_while_the_output_is_replaced(folder, tmp_path, rename, capsys):
     """Before each of the two renames: the old output is there again at the next start."""
     output = tmp_path / "out"
     to_megatron(folder / "source", output)
-    (output / "old").write_text("")
+    (output / "hugging_face" / "tokenizer.old").write_text("")
     child = os.fork()
     if child == 0:
         renamed, count = os.rename, iter(range(1, 3))
@@ -200,9 +201,9 @@ def test_a_kill_while_the_output_is_replaced(folder, tmp_path, rename, capsys):
     with pytest.raises(UserError, match="out exists; --force replaces it"):
         to_megatron(folder / "source", output)
     assert ("put back" in capsys.readouterr().out) == (rename == 2)
-    assert (output / "old").exists()
+    assert (output / "hugging_face" / "tokenizer.old").exists()
     to_megatron(folder / "source", output, force=True)
-    assert not (output / "old").exists()
+    assert not (output / "hugging_face" / "tokenizer.old").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -306,7 +307,46 @@ def test_force_replaces_only_models_and_checkpoints(folder, tmp_path):
             with pytest.raises(UserError, match=f"{output} (is no converted model|holds the sou)"):
                 convert(output, force=True)
     assert sorted(tmp_path.rglob("*")) == before
-    to_hugging_face(run, models / "source", force=True)
+
+
+FOREIGN = {
+    "a clone": ("model", "pytorch_model.bin"), "its git folder": ("model", ".git/HEAD"),
+    "a run": ("there", "metrics.jsonl"), "logs": ("there", "tensorboard/events.out"),
+    "an optimizer": ("there", "iter_0000000/__1_0.distcp"),
+    "notes": ("there", "hugging_face/notes/config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_force_replaces_no_folder_with_a_file_of_another_program(case, folder, tmp_path):
+    """The same folder without the file is replaced."""
+    kind, name = FOREIGN[case]
+    output, back = tmp_path / "out", bind(to_hugging_face, folder / "there")
+    back(output) if kind == "model" else shutil.copytree(folder / "there", output)
+    foreign = output / name
+    foreign.parent.mkdir(parents=True, exist_ok=True)
+    foreign.write_text("precious")
+    with pytest.raises(UserError, match=f"--force replaces: no conversion writes {name}; move it"):
+        back(output, force=True)
+    assert foreign.read_text() == "precious"
+    foreign.unlink()
+    back(output, force=True)
+
+
+def test_force_replaces_all_files_of_a_quantized_export(folder, tmp_path):
+    for _ in range(2):
+        to_hugging_face(folder / "there", tmp_path / "out", shard_bytes=9_000, force=True,
+                        quantized=QuantizedAs("modelopt", ["qat-nvfp4"]))  # fmt: skip
+    assert {"hf_quant_config.json", "quantization_report.json"} < set(os.listdir(tmp_path / "out"))
+
+
+def test_force_does_not_replace_a_run_of_stock_megatron_lm(folder, tmp_path):
+    """Its checkpoints have no lowbit.json."""
+    shutil.copytree(folder / "there", tmp_path / "run")
+    shutil.copytree(folder / "there" / "iter_0000000", tmp_path / "run" / "iter_0000100")
+    (tmp_path / "run" / "iter_0000100" / "lowbit.json").unlink()
+    with pytest.raises(UserError, match="no conversion writes iter_0000100; move it"):
+        to_hugging_face(folder / "there", tmp_path / "run", force=True)
 
 
 TEMPLATE = "additional_chat_templates/rag.jinja"
