@@ -40,6 +40,16 @@ def test_a_missing_file(source):
     refused(source, r"1\.safetensors is missing: model\.safetensors\.index\.json names it")
 
 
+def test_weights_in_a_file_that_the_index_does_not_name(source, tmp_path):
+    """transformers reads only that file, however many the index names."""
+    write_llama(source)
+    shutil.copy(source / "0.safetensors", source / "model.safetensors")
+    refused(source, r"holds model.safetensors and model.safetensors.index.json of other files")
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("0.safetensors", "model.safetensors"))
+    to_megatron(source, tmp_path / "out")
+
+
 def test_pickled_weights_are_not_read(source):
     write_llama(source)
     for file in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
