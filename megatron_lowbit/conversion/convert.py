@@ -328,15 +328,26 @@ def planned_tensors(
 def lazy_tensors(tensors: TensorSource, rule: Rule, dtype: torch.dtype | None) -> LazyTensors:
     """Return Hugging Face's tensors of a checkpoint's, in this dtype or, if None, in theirs.
 
-    Raises UserError where their shapes are not the model's.
+    Raises UserError where their shapes are not the model's, or the dtype cannot hold a value.
     """
     wanted = dtype or tensors.dtype(rule.targets[0])
 
     def split(joined: Tensor) -> dict[str, Tensor]:
         parts = zip(rule.names, rule.to_hugging_face(joined), strict=True)
-        return {name: part.to(wanted) for name, part in parts}
+        return {name: _cast(name, part, wanted) for name, part in parts}
 
     return LazyTensors(split(rule.outline(tensors)), lambda: split(rule.read(tensors)))
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor, or raise UserError where a finite value becomes infinite."""
+    cast = tensor.to(dtype)
+    if not (tensor.is_meta or cast.dtype == tensor.dtype or cast.isfinite().all()):
+        holds_all = bool((cast.isfinite() | ~tensor.isfinite()).all())
+        advice = "give --dtype bfloat16" if dtype == torch.float16 else "omit --dtype"
+        limit = f"{torch.finfo(dtype).max:g}, the largest of {dtype}"
+        require(holds_all, f"{name}: a value is beyond {limit}; {advice}")
+    return cast
 
 
 def _other_entries(companions: Path | None) -> dict[str, Any]:

@@ -241,6 +241,19 @@ def test_weights_that_are_not_finite_are_not_quantized(source, tmp_path, value, 
     refused(tmp_path / "checkpoint", message, export)
 
 
+def test_values_that_a_dtype_does_not_hold(source, tmp_path):
+    """A finite value that would become infinite is named; infinite ones stay."""
+    write_llama(source, **{EMBEDDING: torch.full((100, 32), -1e5)})
+    to_megatron(source, tmp_path / "checkpoint")
+    shutil.rmtree(source)
+    message = f"{EMBEDDING}: a value is beyond 65504, .* torch.float16; give --dtype bfloat16"
+    refused(tmp_path / "checkpoint", message, to_hugging_face, "float16")
+    to_hugging_face(tmp_path / "checkpoint", tmp_path / "out", "bfloat16")
+    write_llama(source, **{EMBEDDING: torch.full((100, 32), torch.inf)})
+    to_megatron(source, tmp_path / "infinite")
+    to_hugging_face(tmp_path / "infinite", tmp_path / "also", "float16")
+
+
 def test_a_folder_to_carry_that_holds_nothing(checkpoint, tmp_path):
     carry = partial(to_hugging_face, companions=tmp_path / "checkpoint" / "nothing")
     refused(checkpoint, "--carry .*nothing: holds neither a tokenizer nor config.json", carry)
