@@ -70,7 +70,7 @@ def save(ctx: Any, values: Iterable[Any], weights: Sequence[Tensor]) -> None:
 
 
 def restore(ctx: Any) -> list[Any]:
-    """Return what :func:`save` saved.
+    """Return the values that :func:`save` saved.
 
     Raises RuntimeError for a weight that has changed since forward, as autograd does.
     """
