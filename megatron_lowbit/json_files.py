@@ -102,13 +102,17 @@ class Entries:
             raise self._error(key, value, f"an integer from {minimum} to {maximum}")
         return value
 
-    def number(self, key: str, default: float | None = None, above: float = -math.inf) -> float:
-        """Return a finite number above a bound."""
+    def number(
+        self, key: str, default: float | None = None, above: float = -math.inf,
+        up_to: float = sys.float_info.max,
+    ) -> float:  # fmt: skip
+        """Return a finite number above a bound, and up to another one."""
         value = self._value(key, default)
         if value is default:
             return float(value)
         bound = "" if above == -math.inf else f" above {above:g}"
-        if type(value) not in (int, float) or not above < value <= sys.float_info.max:
+        bound += "" if up_to == sys.float_info.max else f" and up to {up_to:g}"
+        if type(value) not in (int, float) or not above < value <= up_to:
             raise self._error(key, value, f"a finite number{bound}")
         return float(value)
 

@@ -28,6 +28,7 @@ from megatron_lowbit.errors import UserError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 10000.0}  # fmt: skip
+GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 EXAMPLES = [pytest.param(40), pytest.param(600, marks=pytest.mark.slow)]
 
 
@@ -81,6 +82,9 @@ def broken(source, tmp_path) -> Path:
         ({"attention_bias": True}, "attention_bias True with mlp_bias False"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope': only 'default'"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, r"low_freq_factor 2\.0"),
+        (GRANITE | {"attention_multiplier": 1e308}, r"1e\+308: must be .* up to 1e\+150"),
+        (GRANITE | {"attention_multiplier": 1e-200}, "1e-200: must be .* above 1e-150 and up"),
+        (GRANITE | {"logits_scaling": 5e-324}, "logits_scaling 5e-324: must be .* above 1e-150"),
     ],
 )
 def test_entries_that_do_not_fit(broken, change, message):

@@ -164,6 +164,10 @@ ARCEE = LLAMA.variant(
 )
 
 
+_FACTORS = {"above": 1e-150, "up_to": 1e150}
+"""Bounds of factors whose squares and inverses are finite, and not 0."""
+
+
 def _inverse(value: Any) -> float:
     return 1 / (value or 1.0)
 
@@ -176,12 +180,12 @@ GRANITE = LLAMA_WITH_BIASES.variant(
         # The scale of attention scores is the root of this.
         "mup_base_head_dim": Entry(
             "attention_multiplier",
-            lambda entries: entries.number("attention_multiplier", 1.0, above=0) ** 2,
+            lambda entries: entries.number("attention_multiplier", 1.0, **_FACTORS) ** 2,
             math.sqrt,
         ),
         "mup_output_mult": Entry(
             "logits_scaling",
-            lambda entries: _inverse(entries.number("logits_scaling", 1.0, above=0)),
+            lambda entries: _inverse(entries.number("logits_scaling", 1.0, **_FACTORS)),
             _inverse,
         ),
         "residual_multiplier": positive_number("residual_multiplier", 1.0)._replace(
