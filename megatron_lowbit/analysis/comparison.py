@@ -69,12 +69,10 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
     """Return the mean over the last share of a run's iterations, of at least one that is logged.
 
-    The share is of the whole run, also of a run that began from the checkpoint of another.
+    The share is of the whole run, also of a run that began from the checkpoint of another. NaN if
+    one of these losses is not finite: the run has diverged.
     """
-    losses = curve.losses[np.isfinite(curve.losses)]
-    if not len(losses):
-        return math.nan
-    return float(losses[-_final_count(curve, share) :].mean())
+    return float(curve.losses[-_final_count(curve, share) :].mean())
 
 
 def _final_count(curve: LossCurve, share: float) -> int:

@@ -87,7 +87,8 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
         for row in rows
     ]
     notes = [_power(rows)]
-    if any(math.isnan(row.gap) and math.isfinite(row.loss) for row in rows):
+    known = rows if math.isfinite(rows[0].loss) else ()
+    if any(math.isnan(row.gap) and math.isfinite(row.loss) for row in known):
         notes.append(f"none: not all runs of the name and of {rows[0].name} have as many tokens.")
     return headings, cells, " ".join(filter(None, notes))
 
@@ -133,6 +134,8 @@ def picture(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> byte
 
 def gap_text(row: Row) -> str:
     """Format a row's gap in percent, with its standard error if it is known."""
+    if math.isnan(row.loss):
+        return "diverged"
     if math.isnan(row.gap):
         return "none"
     error = "" if math.isnan(row.gap_error) else f" ± {100 * row.gap_error:.2f}"

@@ -1,7 +1,7 @@
 """Loss curves of one or several runs as a picture."""
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -57,23 +57,21 @@ def read_losses(path: Path) -> LossCurve:
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Smooth by a centred average of ``window`` values, fewer at the ends, without NaN values."""
-    return _averages(values, window, "same")
-
-
-def recent_means(values: np.ndarray, window: int) -> np.ndarray:
-    """Average each value with those before it, ``window`` in all, without NaN values."""
-    return _averages(values, window, "full")[: len(values)]
-
-
-def _averages(values: np.ndarray, window: int, mode: Literal["same", "full"]) -> np.ndarray:
     valid = np.isfinite(values)
     kernel = np.ones(min(window, len(values)))
-    total = np.convolve(np.where(valid, values, 0.0), kernel, mode=mode)
-    count = np.convolve(valid.astype(float), kernel, mode=mode)
+    total = np.convolve(np.where(valid, values, 0.0), kernel, mode="same")
+    count = np.convolve(valid.astype(float), kernel, mode="same")
     # A convolution leaves rounding dust in the counts, so compare with one half, not with zero.
     means = np.full(len(total), np.nan)
     np.divide(total, count, out=means, where=count > 0.5)
     return means
+
+
+def recent_means(values: np.ndarray, window: int) -> np.ndarray:
+    """Average each value with those before it, ``window`` in all; NaN with one that is NaN."""
+    kernel = np.ones(min(window, len(values)))
+    total = np.convolve(values, kernel)[: len(values)]
+    return total / np.minimum(np.arange(1, len(values) + 1), len(kernel))
 
 
 def relative_gap(run: LossCurve, reference: LossCurve) -> tuple[np.ndarray, np.ndarray]:

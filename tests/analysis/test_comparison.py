@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from megatron_lowbit.analysis.comparison import (
     compare,
+    far_behind,
     final_loss,
     gap_curves,
     gaps,
@@ -18,7 +19,7 @@ from megatron_lowbit.analysis.comparison import (
     spike_score,
     visible_gap,
 )
-from megatron_lowbit.analysis.comparison_page import picture
+from megatron_lowbit.analysis.comparison_page import gaps_text, picture
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.study.command import main
 from tests.marks import others_slow
@@ -219,6 +220,23 @@ def test_a_shorter_run_has_no_gap_at_the_end(write_run, capsys):
     assert final_loss(contenders[2].curves[0]) == pytest.approx(
         1.5 * statistics.fmean(2 + 8 / i for i in range(143, 151))
     )
+
+
+def test_a_run_that_diverged_has_no_gap(write_run, tmp_path, capsys):
+    """Its losses from before the divergence do not count."""
+    runs = [("base", write_run("base", 1.0)), ("lost", write_run("lost", 1.01))]
+    lines = (tmp_path / "lost" / "metrics.jsonl").read_text().splitlines()
+    lost = [json.dumps(json.loads(line) | {"lm_loss": None}) for line in lines[195:]]
+    (tmp_path / "lost" / "metrics.jsonl").write_text("\n".join([*lines[:195], *lost, ""]))
+    rows = compare(read_contenders(runs))
+    assert math.isnan(rows[1].loss) and math.isnan(rows[1].gap)
+    assert far_behind(rows, 4) == {"lost"} and gaps_text(rows) == "lost diverged (1 seed)"
+    _, curve = gap_curves(read_contenders(runs))
+    assert curve.gap[:195] == pytest.approx(0.01) and np.isnan(curve.gap[195:]).all()
+    for order in (1, -1):
+        main(["compare", *(f"{name}={folder}" for name, folder in runs[::order])])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "│ diverged │" in shown and "none:" not in shown
 
 
 @pytest.mark.filterwarnings("error")
