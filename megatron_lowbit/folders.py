@@ -11,6 +11,8 @@ from megatron_lowbit.errors import UserError, require
 
 METRICS = "metrics.jsonl"
 """File of a run's losses and figures, in the folder of the run."""
+STUDY_RUN = "study.json"
+"""File of a study's run: seed, command, digests of its files, machine, true if it has finished."""
 
 
 def check_folder(argument: str, folder: str | Path) -> None:

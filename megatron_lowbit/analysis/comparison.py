@@ -12,18 +12,19 @@ from numpy.typing import ArrayLike
 
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, recent_means
 from megatron_lowbit.errors import require
-from megatron_lowbit.folders import METRICS
+from megatron_lowbit.folders import METRICS, STUDY_RUN
+from megatron_lowbit.json_files import Entries, read_object
 
 FINAL_SHARE = 1 / 20
 """Share of a run's iterations, the last, that the final loss is the mean of."""
 
 
 class Contender(NamedTuple):
-    """The runs of one name, one for each seed; ``seeds`` where they are known."""
+    """The runs of one name, one for each seed; ``seeds`` has None for one that is unknown."""
 
     name: str
     curves: tuple[LossCurve, ...]
-    seeds: tuple[int, ...] = ()
+    seeds: tuple[int | None, ...] = ()
 
 
 class Row(NamedTuple):
@@ -48,22 +49,30 @@ class Row(NamedTuple):
     speed: float
 
 
-def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ()) -> list[Contender]:
+def read_contenders(runs: Sequence[tuple[str, Path]]) -> list[Contender]:
     """Read named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
 
-    ``seeds``: the seed of each run, where they are known. Raises UserError for a file that cannot
-    be read, and for two runs of a name with the same losses.
+    The seed of a study's run is in its folder. Raises UserError for a file that cannot be read, and
+    for two runs of a name with the same losses or the same seed.
     """
     contenders: dict[str, Contender] = {}
-    for number, (name, path) in enumerate(runs):
+    for name, path in runs:
         before = contenders.get(name, Contender(name, ()))
-        curve = read_losses(path / METRICS if path.is_dir() else path)
+        file = path / METRICS if path.is_dir() else path
+        curve, seed = read_losses(file), _recorded_seed(file.with_name(STUDY_RUN))
         is_new = not any(np.array_equal(curve.losses, other.losses) for other in before.curves)
         require(is_new, f"{path}: has the losses of another run of {name!r}; give another seed")
-        known = (*before.seeds, *seeds[number : number + 1])
-        contenders[name] = Contender(name, (*before.curves, curve), known)
+        is_new = seed is None or seed not in before.seeds
+        require(is_new, f"{path}: has seed {seed}, as another run of {name!r}; give another seed")
+        contenders[name] = Contender(name, (*before.curves, curve), (*before.seeds, seed))
     require(bool(contenders), "give at least one run")
     return list(contenders.values())
+
+
+def _recorded_seed(file: Path) -> int | None:
+    return (
+        Entries(read_object(file), str(file)).integer("seed", minimum=0) if file.exists() else None
+    )
 
 
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
@@ -114,7 +123,7 @@ def compare(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> list
     losses = [[final_loss(curve, share) for curve in contender.curves] for contender in contenders]
     rows = []
     for contender, finals, (gap, error) in zip(
-        contenders, losses, gaps(losses, _seeds(contenders)), strict=True
+        contenders, losses, gaps(losses, [each.seeds for each in contenders]), strict=True
     ):
         if len({_end(curve) for each in (contenders[0], contender) for curve in each.curves}) > 1:
             gap = error = np.array(math.nan)
@@ -144,30 +153,22 @@ def far_behind(rows: Sequence[Row], errors: float) -> set[str]:
     }
 
 
-def _seeds(contenders: Sequence[Contender]) -> list[tuple[int, ...]] | None:
-    known = [contender.seeds for contender in contenders]
-    return known if all(known) else None
-
-
 def gaps(
-    values: Sequence[ArrayLike], seeds: Sequence[Sequence[int]] | None = None
+    values: Sequence[ArrayLike], seeds: Sequence[Sequence[int | None]] | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
-    A gap is the mean over seeds, seed by seed where the first has them all, since a seed draws the
-    same weights and data for both; else from two independent means. The noise of all is pooled. The
-    first axis of each name's ``values`` is the seeds; others, such as steps, are kept. Without
-    ``seeds``, names with as many values have the same.
+    A gap is the mean over the seeds that both have, seed by seed, since a seed draws the same
+    weights and data for both; without such seeds it is from two independent means. The noise of all
+    is pooled. The first axis of each name's ``values`` is the seeds; others, such as steps, are
+    kept. Two names of which no seed is known have the same if they have as many values.
     """
     arrays = [np.asarray(of_name) for of_name in values]
     baseline, mean = arrays[0], np.mean(arrays[0], axis=0)
-    if seeds is None:
-        count = len(baseline)  # -1: a seed that the first lacks
-        seeds = [range(count) if len(array) == count else [-1] * len(array) for array in arrays]
-    index = {seed: number for number, seed in enumerate(seeds[0])}
+    of_baseline, *of_others = seeds or [()] * len(arrays)
     paired = [
-        array / baseline[[index[seed] for seed in drawn]] if set(drawn) <= index.keys() else None
-        for array, drawn in zip(arrays[1:], seeds[1:], strict=True)
+        _ratios(array, drawn, baseline, of_baseline)
+        for array, drawn in zip(arrays[1:], of_others, strict=True)
     ]
     noise = _pooled_deviation([array / mean for array in arrays])
     paired_noise = _pooled_deviation([ratios for ratios in paired if ratios is not None])
@@ -181,6 +182,18 @@ def gaps(
             error = paired_noise / math.sqrt(len(ratios))
         pairs.append((gap, np.where(np.isnan(gap), np.nan, error)))
     return pairs
+
+
+def _ratios(
+    values: np.ndarray, seeds: Sequence[int | None],
+    baseline: np.ndarray, of_baseline: Sequence[int | None],
+) -> np.ndarray | None:  # fmt: skip
+    """Divide the values of common seeds by the baseline's; return None if there are none."""
+    if {*seeds, *of_baseline} <= {None}:
+        return values / baseline if len(values) == len(baseline) else None
+    common = [seed for seed in seeds if seed is not None and seed in of_baseline]
+    ours, theirs = ([drawn.index(seed) for seed in common] for drawn in (seeds, of_baseline))
+    return values[ours] / baseline[theirs] if common else None
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -234,7 +247,8 @@ def gap_curves(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> l
     losses = [
         [_losses_at(iterations, c, share) for c in contender.curves] for contender in contenders
     ]
-    return [GapCurve(tokens, gap, error) for gap, error in gaps(losses, _seeds(contenders))]
+    seeds = [contender.seeds for contender in contenders]
+    return [GapCurve(tokens, gap, error) for gap, error in gaps(losses, seeds)]
 
 
 def _losses_at(iterations: np.ndarray, curve: LossCurve, share: float) -> np.ndarray:

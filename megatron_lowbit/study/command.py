@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
 
     def contenders_of(finished: "Sequence[Job]") -> "list[Contender]":
         jobs = sorted(finished, key=lambda job: study.names.index(job.name))
-        return read_contenders([(job.name, job.folder) for job in jobs], [job.seed for job in jobs])
+        return read_contenders([(job.name, job.folder) for job in jobs])
 
     def judge(finished: "Sequence[Job]") -> tuple[str, set[str]]:
         """Compare finished runs; nothing before a run of the baseline has finished."""

@@ -28,13 +28,11 @@ from megatron_lowbit.arguments.values import LARGEST_SEED
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError, error_prefix, require
-from megatron_lowbit.folders import replace_text
+from megatron_lowbit.folders import STUDY_RUN, replace_text
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.recipes.yaml_reader import first_error, read_text, read_yaml
 from megatron_lowbit.storage.files import TRACKER
 
-_STATE = "study.json"
-"""File in a run's folder: command, digests of its files, machine, and true if it has finished."""
 _OF_STUDIES = {
     "--save": "the study gives each run its folder; omit it",
     "--seed": "the study gives each run its seed; give --seeds, or seeds of the study file",
@@ -251,9 +249,9 @@ def is_finished(job: Job) -> bool:
     Raises UserError if its folder is of another command, of files that have changed since, or of no
     study.
     """
-    file = job.folder / _STATE
+    file = job.folder / STUDY_RUN
     if not file.is_file():
-        others = {path.name for path in job.folder.glob("*")} - {f".{_STATE}.partial"}
+        others = {path.name for path in job.folder.glob("*")} - {f".{STUDY_RUN}.partial"}
         require(
             not others and not job.folder.is_symlink(),
             f"{job.folder}: is a link, or holds files of no study; give another --output",
@@ -292,7 +290,7 @@ def _digest(word: str, _changed: int) -> str:
 def mark(job: Job, finished: bool) -> None:
     """Write down which run a folder holds, of what files, on what machine, with what versions."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    file = job.folder / _STATE
+    file = job.folder / STUDY_RUN
     state = read_object(file) if finished else {
         "name": job.name,
         "seed": job.seed,

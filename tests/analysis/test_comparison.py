@@ -27,14 +27,17 @@ from tests.marks import others_slow
 
 @pytest.fixture
 def write_run(tmp_path):
-    """Writes the log of a run: noise by a seed, validations one an iteration from the first on."""
+    """Writes a run: noise by a seed, validations one an iteration, the seed that it records."""
 
     def write(
         name: str, scale: float, iterations: int = 200, speed: float = 1000.0,
         noise: int | None = None, validations: tuple[float | None, ...] = (),
+        seed: int | None = None,
     ) -> Path:  # fmt: skip
         folder = tmp_path / name
         folder.mkdir()
+        if seed is not None:
+            (folder / "study.json").write_text(json.dumps({"name": name, "seed": seed}))
         draw = np.random.default_rng(noise)
         with (folder / "metrics.jsonl").open("w") as file:
             for i in range(1, iterations + 1):
@@ -89,20 +92,46 @@ def test_gaps_of_means(write_run):
     assert np.isnan(unpaired[1].gap_error)
 
 
-def test_gaps_of_known_seeds(write_run):
+def test_gaps_of_recorded_seeds(write_run):
     """Some of the baseline's: seed by seed, with the noise of all; none of them: two means."""
     scales = {1: 1.0, 2: 1.1, 3: 1.3}
-    runs = [("base", write_run(f"b{seed}", scale)) for seed, scale in scales.items()]
-    more = {2: 1.1 * 1.010, 3: 1.3 * 1.014}
-    runs += [("two", write_run(f"t{seed}", scale)) for seed, scale in more.items()]
-    runs += [("one", write_run("one", 1.3 * 1.020)), ("other", write_run("other", 1.2))]
-    _, two, single, other = compare(read_contenders(runs, [1, 2, 3, 2, 3, 3, 4]))
+    runs = [("base", write_run(f"b{i}", scale, seed=i)) for i, scale in scales.items()]
+    more = {3: 1.3 * 1.014, 2: 1.1 * 1.010}
+    runs += [("two", write_run(f"t{i}", scale, seed=i)) for i, scale in more.items()]
+    single_run = write_run("one", 1.3 * 1.020, seed=3) / "metrics.jsonl"
+    runs += [("one", single_run), ("other", write_run("other", 1.2, seed=4))]
+    _, two, single, other = compare(read_contenders(runs))
     noise = statistics.stdev((0.010, 0.014))
     assert (two.gap, single.gap) == (pytest.approx(0.012), pytest.approx(0.020))
     assert two.gap_error == pytest.approx(noise / 2**0.5)
     assert single.gap_error == pytest.approx(noise)
     assert other.gap == pytest.approx(1.2 / statistics.fmean(scales.values()) - 1)
     assert other.gap_error > 0.1
+    with pytest.raises(UserError, match="has seed 3, as another run of 'two'; give another"):
+        read_contenders([*runs, ("two", runs[2][1])])
+
+
+def test_seeds_of_different_runs_are_not_paired(write_run):
+    """As many runs, but of other seeds, or of unknown ones on one side: two independent means."""
+    runs = [
+        (name, write_run(f"{name}{seed}", 1 + seed / 10 + more, seed=seed))
+        for name, seeds, more in (
+            ("base", (1, 2), 0),
+            ("same", (2, 1), 0.01),
+            ("other", (1, 3), 0.01),
+        )
+        for seed in seeds
+    ]
+    runs += [("unknown", write_run(f"unknown{i}", 1.3 + i / 10)) for i in range(2)]
+    _, same, other, unknown = compare(read_contenders(runs))
+    assert same.gap == pytest.approx((0.01 / 1.1 + 0.01 / 1.2) / 2)
+    assert other.gap == pytest.approx(0.01 / 1.1)
+    assert unknown.gap == pytest.approx(1.35 / 1.15 - 1)
+
+
+def test_gaps_are_of_the_seeds_that_both_have():
+    _, (gap, _) = gaps([[3, 3.1], [3.03, 3.13, 3.23]], [(1, 2), (1, 2, 3)])
+    assert gap == pytest.approx((0.03 / 3 + 0.03 / 3.1) / 2)
 
 
 def test_the_gap_that_so_many_seeds_show(write_run, capsys):
