@@ -255,7 +255,7 @@ def _losses_at(iterations: np.ndarray, curve: LossCurve, share: float) -> np.nda
     """Return averaged losses at these iterations, NaN at those that a run has not logged."""
     count = _final_count(curve, share)
     means = recent_means(curve.losses, count)
-    if curve.iterations[0] > iterations[0]:
+    if len(iterations) and curve.iterations[0] > iterations[0]:
         means[: count - 1] = np.nan
     losses = np.full(len(iterations), np.nan)
     _, here, there = np.intersect1d(iterations, curve.iterations, return_indices=True)

@@ -57,6 +57,8 @@ def read_losses(path: Path) -> LossCurve:
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Smooth by a centred average of ``window`` values, fewer at the ends, without NaN values."""
+    if not len(values):
+        return values  # np.convolve refuses them
     valid = np.isfinite(values)
     kernel = np.ones(min(window, len(values)))
     total = np.convolve(np.where(valid, values, 0.0), kernel, mode="same")

@@ -269,6 +269,19 @@ def test_a_run_that_diverged_has_no_gap(write_run, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("error")
+def test_seeds_of_the_baseline_without_a_common_iteration(write_run):
+    """They have final losses, but no gaps over training."""
+    runs = [(name[0], write_run(name, 1 + i / 10)) for i, name in enumerate(("a1", "a2", "b"))]
+    for folder, start in ((runs[0][1], 0), (runs[1][1], 1)):
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(lines[start::2]))
+    contenders = read_contenders(runs)
+    assert compare(contenders)[0].loss > 2
+    assert not any(len(curve.gap) for curve in gap_curves(contenders))
+    assert picture(contenders).startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("names", "panels"), [(1, 2), (8, 2), (9, 8), (12, 11)])
 def test_the_picture(write_run, monkeypatch, names, panels):
     """Bands are one standard error wide; more names than colors have a panel each."""

@@ -61,6 +61,7 @@ def test_smoothing_is_centred_and_leaves_out_nan():
     assert smooth(values, 3).tolist() == [1.5, 1.5, 3.0, 4.5, 4.5]
     assert np.isnan(smooth(np.full(3, np.nan), 3)).all()
     assert smooth(values, 1)[[0, 4]].tolist() == [1.0, 5.0]
+    assert not len(smooth(np.array([]), 1))
 
 
 def test_recent_means():
@@ -82,6 +83,13 @@ def test_a_picture_is_written(write_run, tmp_path, number):
     plot_loss(runs, tmp_path / "plots" / "loss.png")
     assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["loss.png"]
+
+
+def test_runs_without_a_common_iteration_have_no_gap(write_run, tmp_path):
+    first = write_run("a", iterations=range(2, 100, 2))
+    second = write_run("b", iterations=range(1, 100, 2))
+    plot_loss({"a": first, "b": second}, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bad_files(write_run, tmp_path):
