@@ -21,10 +21,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron_lowbit.data.dataset import is_of_dataset
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import reason
 from megatron_lowbit.json_files import parse_json
 
+TEMPORARY = ".preprocess."
+"""Start of the names of folders with files that ``lowbit-preprocess`` is writing."""
 DEFAULT_KEYS = ("text",)
 """Keys of JSON records that hold text, unless others are given."""
 LONGEST_PIECE = 1 << 14
@@ -138,7 +141,7 @@ class Corpus:
     def _documents_of(self, path: Path, content: bytes) -> Iterator[Document]:
         """Yield the documents of a file that is read as a whole."""
         is_named, size, text = path in self._inputs, path.stat().st_size, None
-        if content[257:262] != b"ustar":  # an archive of tar
+        if b"\0" not in content:  # as archives and other binary files have it
             with suppress(UnicodeDecodeError):
                 text = content.decode("utf-8")
         if text is None:
@@ -180,7 +183,10 @@ class Corpus:
 
 
 def _files_of(entry: Path, pattern: str, exclude: frozenset[str]) -> list[Path]:
-    """Return an input that is a file, or the files of a folder in their order."""
+    """Return an input that is a file, or the files of a folder in their order.
+
+    Datasets are no text: the output of an earlier command may lie in the folder.
+    """
     try:
         mode = entry.stat().st_mode
     except FileNotFoundError:
@@ -192,9 +198,10 @@ def _files_of(entry: Path, pattern: str, exclude: frozenset[str]) -> list[Path]:
     require(stat.S_ISDIR(mode), f"--input {entry}: neither a file nor a folder")
     files: list[Path] = []
     for root, folders, names in os.walk(entry):
-        folders[:] = [name for name in folders if name not in exclude]
+        folders[:] = [n for n in folders if n not in exclude and not n.startswith(TEMPORARY)]
         chosen = (name for name in fnmatch.filter(names, pattern) if name not in exclude)
-        files += (path for path in (Path(root, name) for name in chosen) if path.is_file())
+        paths = (Path(root, name) for name in chosen)
+        files += (path for path in paths if path.is_file() and not is_of_dataset(path))
     return sorted(files)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +26,31 @@ _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16)
 """Dtypes of tokens by their codes, which begin with 1."""
+SUFFIXES = (".json", ".bin", ".idx")
+"""Endings of a dataset's files; the .json, which only this project writes, is its sidecar."""
+DIGEST = "data_sha256"
+"""Key that every sidecar has."""
+_MOST_SIDECAR_BYTES = 1 << 16
 _PARTS, _PART_BYTES = 64, 1 << 20
 """Number and size of the parts of a file that its digest covers."""
+
+
+def is_sidecar(path: Path) -> bool:
+    """Return True for the PREFIX.json of a dataset."""
+    with suppress(UserError, OSError):
+        return path.stat().st_size <= _MOST_SIDECAR_BYTES and DIGEST in read_object(path)
+    return False
+
+
+def is_of_dataset(path: Path) -> bool:
+    """Return True for the sidecar, the data or the index of a dataset."""
+    if path.suffix not in SUFFIXES or is_sidecar(path.with_suffix(".json")):
+        return path.suffix in SUFFIXES
+    index = path.with_suffix(".idx")
+    if path.suffix == ".json" or not index.is_file():
+        return False
+    with index.open("rb") as stream:
+        return stream.read(len(_INDEX_MAGIC)) == _INDEX_MAGIC
 
 
 def data_digest(path: Path) -> str:
@@ -219,7 +243,7 @@ def _check_sidecar(
     sidecar = read_object(path)
     entries = Entries(sidecar, f"--data-path {prefix}: {path}")
     made_with, made_size = sidecar.get("tokenizer_sha256"), entries.integer("vocab_size")
-    digests = {data: entries.string("data_sha256")}
+    digests = {data: entries.string(DIGEST)}
     if "index_sha256" in sidecar:  # not in those of an older version
         digests[Path(f"{prefix}.idx")] = entries.string("index_sha256")
     for file, digest in digests.items():

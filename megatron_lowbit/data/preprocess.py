@@ -32,8 +32,14 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_lowbit.command_line import command_parser
-from megatron_lowbit.data.corpus import DEFAULT_KEYS, Corpus, Document, add_corpus_arguments
-from megatron_lowbit.data.dataset import data_digest
+from megatron_lowbit.data.corpus import (
+    DEFAULT_KEYS,
+    TEMPORARY,
+    Corpus,
+    Document,
+    add_corpus_arguments,
+)
+from megatron_lowbit.data.dataset import DIGEST, SUFFIXES, data_digest, is_sidecar
 from megatron_lowbit.data.tokenizer import (
     TOKENIZER_TYPE,
     Tokenizer,
@@ -42,15 +48,10 @@ from megatron_lowbit.data.tokenizer import (
 )
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import check_file, check_folder, replace_text, writing
-from megatron_lowbit.json_files import read_object
 from megatron_lowbit.storage.lock import delete_abandoned, temporary_folder
 
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20
-_SUFFIXES = (".json", ".bin", ".idx")
-"""In the order of their renaming: the sidecar tells whose the other files are."""
-_DIGEST = "data_sha256"
-_TEMPORARY = ".preprocess."
 _ARGUMENT = "--output-prefix"
 
 
@@ -148,27 +149,21 @@ def check_targets(output_prefix: str, prefixes: list[str]) -> None:
     for prefix in prefixes:
         is_beside = Path(prefix).parent == folder
         require(is_beside, f"--json-keys: {prefix} is no name for a file next to {output_prefix}")
-        files = [Path(prefix + suffix) for suffix in _SUFFIXES]
+        files = [Path(prefix + suffix) for suffix in SUFFIXES]
         for file in files:
             check_file(_ARGUMENT, file)
         existing = next((file for file in files if os.path.lexists(file)), None)
         require(
-            existing is None or _is_sidecar(files[0]),
+            existing is None or is_sidecar(Path(f"{prefix}.json")),
             f"{_ARGUMENT} {prefix}: {existing} exists and is not of lowbit-preprocess; give "
             "another prefix",
         )
 
 
-def _is_sidecar(path: Path) -> bool:
-    with suppress(UserError):
-        return _DIGEST in read_object(path)
-    return False
-
-
 def temporary_path(output_prefix: str) -> Path:
     """Return the folder that holds a command's files until they are whole."""
     path = Path(output_prefix)
-    return path.with_name(f"{_TEMPORARY}{path.name}")
+    return path.with_name(f"{TEMPORARY}{path.name}")
 
 
 def _indexed_dataset() -> Any:
@@ -322,7 +317,7 @@ def _write_datasets(
     """Write one indexed dataset for each prefix under temporary names, then rename them all."""
     summaries = [DatasetSummary(prefix) for prefix in prefixes]
     temporary, argument = temporary_path(output_prefix), f"{_ARGUMENT} {output_prefix}"
-    for other in temporary.parent.glob(f"{_TEMPORARY}*"):
+    for other in temporary.parent.glob(f"{TEMPORARY}*"):
         with suppress(UserError):
             delete_abandoned(other, argument)
     with writing(_ARGUMENT, output_prefix), temporary_folder(temporary, argument):
@@ -348,8 +343,9 @@ def _write_datasets(
             has_text = summary.documents > 0
             require(has_text, f"{summary.prefix}: --input holds no document with text")
             _write_sidecar(Path(f"{path}.json"), made_with, summary)
+        # The sidecar comes first: it tells whose the other files are.
         for path, prefix in zip(paths, prefixes, strict=True):
-            for suffix in _SUFFIXES:
+            for suffix in SUFFIXES:
                 os.replace(path + suffix, prefix + suffix)
     return summaries
 
@@ -359,7 +355,7 @@ def _write_sidecar(path: Path, made_with: dict[str, Any], summary: DatasetSummar
         "documents": summary.documents,
         "tokens": summary.tokens,
         "largest_id": summary.largest_id,
-        _DIGEST: data_digest(path.with_suffix(".bin")),
+        DIGEST: data_digest(path.with_suffix(".bin")),
         "index_sha256": data_digest(path.with_suffix(".idx")),
     }
     replace_text(path, json.dumps(content, indent=2) + "\n")

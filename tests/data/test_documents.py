@@ -175,9 +175,16 @@ def test_keys_need_records(written):
     assert read(path.parent, keys=["text"]) == [[text] for text in TEXTS]
 
 
-def test_archives_are_no_text(written):
-    archive = bytes(257) + b"ustar\x0000" + b"text"
-    path = written("a.tgz", gzip.compress(archive))
+def test_the_source_of_a_dataset_is_text(written):
+    written("a.json", json.dumps(RECORDS))
+    written("a.idx", b"MMIDIDX\0\0")
+    written("a.bin", "text")
+    assert read(written("b.bin", "text").parent) == [*([text] for text in TEXTS), ["text"]]
+
+
+def test_files_with_nul_bytes_are_no_text(written):
+    path = written("a.tgz", gzip.compress(b"name" + bytes(253) + b"ustar\x0000" + b"text"))
+    written("a.utf16", "text".encode("utf-16-le"))
     written("b.txt", "text")
     assert read(path.parent) == [["text"]]
     with pytest.raises(UserError, match=r"--input .*a\.tgz: not UTF-8 text"):

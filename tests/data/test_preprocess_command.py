@@ -160,6 +160,24 @@ def test_a_folder_is_read_in_order_without_the_undecodable(preprocess, tmp_path,
     assert "skipped as not UTF-8: 1 files" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_datasets_in_the_folder_are_no_text(preprocess, tmp_path, sidecar):
+    """The command repeated gives the same dataset; an interrupted one has left its folder, too."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "text.txt").write_text(PARAGRAPH * 20)
+    first = documents(preprocess(folder, prefix="folder/text.data"))
+    assert len(first) == 3
+    if sidecar:
+        (folder / "text.data.idx").unlink()
+    else:
+        for suffix in (".bin", ".idx"):
+            (folder / f"text.data{suffix}").rename(folder / f"other{suffix}")
+    (folder / ".preprocess.other").mkdir()
+    (folder / ".preprocess.other" / "other.bin").write_text("text")
+    assert documents(preprocess(folder, prefix="folder/text.data")) == first
+
+
 PARAGRAPH = "A sentence of some words, and another one.\n" * 40 + "\n"  # 1721 characters
 
 
