@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_lowbit.checkpoints.model_arguments import model_of
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.recipes.record import Record, checked
@@ -286,7 +286,11 @@ def _newest(source: Path) -> Path:
 
 
 def chosen_iterations(source: Path, last: int | None, named: Sequence[int]) -> list[int]:
-    """Return the ``last`` complete checkpoints, or the named ones; UserError for missing ones."""
+    """Return the ``last`` complete checkpoints, or the named ones; UserError for missing ones.
+
+    Checkpoints above the last saved one are from before the run went back. ``last`` ignores them,
+    and prints their iterations.
+    """
     complete = files.complete_iterations(source)
     if missing := sorted(set(named) - set(complete)):
         raise UserError(
@@ -295,6 +299,15 @@ def chosen_iterations(source: Path, last: int | None, named: Sequence[int]) -> l
         )
     if named:
         return sorted(set(named))
-    if last is None or not 1 <= last <= len(complete):
-        raise UserError(f"{source}: --last {last}: it holds {len(complete)} complete checkpoints")
-    return complete[-last:]
+    limits = files.latest_iteration(source), files.last_saved(source)
+    newest = min((limit for limit in limits if limit is not None), default=0)
+    current = [iteration for iteration in complete if iteration <= newest]
+    if last is None or not 1 <= last <= len(current):
+        raise UserError(
+            f"{source}: --last {last}: it holds {len(current)} complete checkpoints up to "
+            f"iteration {newest}, the last saved"
+        )
+    if ignored := complete[len(current) :]:
+        numbers = ", ".join(map(str, ignored))
+        say(f"{source}: ignored {numbers}, which are above {newest}, the last saved iteration")
+    return current[-last:]

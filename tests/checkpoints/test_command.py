@@ -92,6 +92,23 @@ def test_checkpoints_that_cannot_be_averaged_are_refused(saved, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("note", ["tracker", "saving"])
+def test_checkpoints_of_before_a_run_went_back_are_not_averaged(tmp_path, note, capsys):
+    for number in (1, 2, 3, 4):
+        folder = files.iteration_directory(tmp_path, number)
+        folder.mkdir()
+        (folder / "common.pt").write_text("state")
+        files.write_document(folder, {"files": files.checksums(folder)})
+    files.write_tracker(tmp_path, 2 if note == "tracker" else 4)
+    if note == "saving":
+        files.note_saving(tmp_path, 2)
+    assert chosen_iterations(tmp_path, 2, []) == [1, 2]
+    assert "ignored 3, 4, which are above 2, the last saved" in capsys.readouterr().out
+    assert chosen_iterations(tmp_path, None, [3, 4]) == [3, 4]
+    with pytest.raises(UserError, match="holds 2 complete checkpoints up to iteration 2"):
+        chosen_iterations(tmp_path, 3, [])
+
+
 def test_inspection(saved, tmp_path, capsys):
     """The newest of a run, one iteration, and Hugging Face's folder."""
     to_hugging_face(saved, tmp_path / "converted", vocab_size=512)
