@@ -103,9 +103,10 @@ class BlocksMatcher(_Matcher):
         if self.first is None and self.last is None and not self.numbers:
             return True
         first, last = (count_blocks(e, layer.num_blocks) for e in (self.first, self.last))
-        from_end = layer.block - layer.num_blocks  # -1 is the last block
-        numbered = not {layer.block, from_end}.isdisjoint(self.numbers or ())
-        return layer.block < first or from_end >= -last or numbered
+        from_end = layer.num_blocks - layer.block  # 0 and less for multi-token prediction
+        numbers = {n + layer.num_blocks if n < 0 else n for n in self.numbers or ()}
+        is_last = last > 0 and from_end <= last
+        return layer.block < first or is_last or layer.block in numbers
 
 
 class GlobMatcher(_Matcher):

@@ -110,6 +110,19 @@ def test_blocks(position, blocks):
     assert len(expected) == 2 * len(blocks) and matched(matcher, model(6)) == expected
 
 
+@pytest.mark.parametrize(
+    ("position", "matches"),
+    [
+        ({"first": 1}, False), ({"last": 0}, False), ({"numbers": (0, 1, -1, -4)}, False),
+        ({"first": 1, "numbers": (0,)}, False), ({"last": 1}, True),
+    ],
+)  # fmt: skip
+def test_blocks_of_multi_token_prediction_come_after_the_last(position, matches):
+    for depth in range(2):
+        layer = Layer(f"mtp.layers.{depth}.eh_proj", 4 + depth, 4)
+        assert in_blocks(**position).matches(layer) is matches
+
+
 KINDS_OF_PATHS = {
     "decoder.layers.0.self_attention.linear_qkv": "attention",
     "decoder.layers.0.self_attention.linear_proj": "attention",
