@@ -9,6 +9,7 @@ A weight near the middle between two values crosses it back and forth: Q(w) goes
 goes a short one. Weights with R >= ``ratio`` are then set to Q(w), away from the middle.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +33,14 @@ class OscillationReset:
     ratio: float = 8.0
 
     def __post_init__(self) -> None:
-        if not (self.start >= 0 and (self.start < 1 or self.start == int(self.start))):
+        if not (self.start >= 0 and (self.start < 1 or float(self.start).is_integer())):
             raise ValueError(f"start {self.start:g} is neither an iteration nor a share below 1")
         if not 1 <= self.over < self.period:
             raise ValueError(
                 f"over {self.over} is not from 1 to {self.period - 1}, below period {self.period}"
             )
-        if not self.ratio > 0:
-            raise ValueError(f"ratio {self.ratio:g} is not positive")
+        if not 0 < self.ratio < math.inf:
+            raise ValueError(f"ratio {self.ratio:g} is not positive and finite")
 
     def step(self, iteration: int, total: int) -> int | None:
         """Return the number of finished iterations of a measurement; None outside of one.

@@ -1,5 +1,6 @@
 """Measurement of oscillating weights: by hand, and in exact fractions."""
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -60,6 +61,8 @@ def test_times():
     [
         ({"start": -1}, "start -1"), ({"start": 1.5}, "start 1.5"), ({"over": 200}, "over 200"),
         ({"over": 0}, "over 0"), ({"ratio": 0}, "ratio 0"),
+        *(({"start": value}, "start (inf|nan) is neither") for value in (math.inf, math.nan)),
+        *(({"ratio": value}, "ratio (inf|nan) is not") for value in (math.inf, math.nan)),
     ],
 )  # fmt: skip
 def test_what_is_refused(wrong, named):

@@ -25,6 +25,9 @@ def test_it_is_shown(capsys):
     ("name", "override", "named"),
     [
         ("tetrajet2", "oscillation.over=200", "over 200 is not from 1 to 199"),
+        ("tetrajet2", "oscillation.start=.inf", "start inf is neither an iteration nor a share"),
+        ("tetrajet2", "oscillation.start=1e400", "start inf is neither an iteration nor a share"),
+        ("tetrajet2", "oscillation.ratio=.inf", "ratio inf is not positive and finite"),
         ("tetrajet2", "oscillation.share=5", "oscillation.share: no such key; use one of start"),
         ("tetrajet2", "weight.rounding=stochastic", "configs.fp4: fprop's weight must be rounded"),
         ("nvfp4", "fprop.hadamard={size: 16}", "fprop's weight must be rounded to nearest"),
