@@ -139,9 +139,8 @@ def figures(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _operand_figures(sums: Mapping[str, float]) -> dict[str, float]:
-    exact = sums["noise"] == 0
     result = {
-        "sqnr_db": math.inf if exact else 10 * math.log10(_ratio(sums["signal"], sums["noise"])),
+        "sqnr_db": _decibels(sums["signal"], sums["noise"]),
         "flushed": _ratio(sums["flushed"], sums["nonzero"]),
         "saturated": _ratio(sums["saturated"], sums["values"]),
         "amax": sums["amax"],
@@ -152,6 +151,12 @@ def _operand_figures(sums: Mapping[str, float]) -> dict[str, float]:
         variance = max(0.0, sums["block_squares"] / sums["blocks"] - mean**2)
         result["block_spread"] = math.sqrt(variance)
     return result
+
+
+def _decibels(signal: float, noise: float) -> float:
+    ratio = _ratio(signal, noise) if noise else math.inf
+    # 0 if a decoded value has overflowed.
+    return 10 * math.log10(ratio) if ratio else -math.inf
 
 
 def _under(sums: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -118,6 +118,15 @@ def test_saturated_values_are_those_beyond_the_largest(operands):
     )
 
 
+@pytest.mark.parametrize("largest", [3.4e38, math.inf, math.nan])
+def test_a_diverging_run_has_figures(operands, largest):
+    """Quantized, the largest number of FP32 is 2^128, which overflows when it is decoded."""
+    operands[0][3, 7] = largest
+    measured = figures(numbers(gemm_sums(call_of("mxfp8"), "fprop", *operands)))
+    decibels = measured["fprop/input/sqnr_db"]
+    assert decibels == -math.inf if largest == 3.4e38 else math.isnan(decibels)
+
+
 def test_sums_add_up(operands):
     """Over two halves of the tokens: as of all of them, where blocks do not reach over."""
     call = call_of("mxfp8")
