@@ -132,9 +132,7 @@ def _meaning(record: Record) -> tuple[Any, ...]:
         recipe = _build(raws, targets, "recipe") if raws else None
     except UserError:
         return "unknown", repr((raws, targets))
-    quantizes = recipe is not None and (
-        recipe.oscillation or any(precision.quantized for precision in recipe.precisions())
-    )
+    quantizes = recipe is not None and any(each.quantized for each in recipe.precisions())
     decides = None
     if quantizes:
         # Older records have the targets of switches that are off, too.

@@ -359,10 +359,7 @@ class RecipeSpec(StrictModel):
                 if target.oscillation:
                     raise ValueError(f"recipe {target.name} has an oscillation; name one without")
             switches.append(Switch(name, *switch.point, switch.part, target))
-        for name, precision in configs.items() if self.oscillation else ():
-            with error_prefix(f"{source}: oscillation: configs.{name}: "):
-                _check_oscillates(precision)
-        return Recipe(
+        recipe = Recipe(
             self.name,
             self.description,
             configs,
@@ -371,6 +368,10 @@ class RecipeSpec(StrictModel):
             oscillation=self.oscillation,
             output_layer=self.output_layer,
         )
+        if self.oscillation:
+            with error_prefix(f"{source}: oscillation: "):
+                _check_oscillation(recipe)
+        return recipe
 
 
 def parse_recipe(raw: Any, source: str) -> RecipeSpec:
@@ -381,12 +382,17 @@ def parse_recipe(raw: Any, source: str) -> RecipeSpec:
         raise UserError(f"{source}: {first_error(error)}") from None
 
 
-def _check_oscillates(precision: LinearPrecision) -> None:
-    """Raise ValueError unless fprop's quantized weight is a function of only the weight."""
-    fprop = precision.fprop
-    if fprop.rhs is None:
-        return
-    if fprop.rhs.rounding is not Rounding.NEAREST_EVEN or fprop.hadamard is not None:
-        raise ValueError("fprop's weight must be rounded to nearest, without a transform")
-    if precision.history_length:
-        raise ValueError("it does not go with amax_history")
+def _check_oscillation(recipe: Recipe) -> None:
+    """Raise ValueError unless fprop quantizes weights, as a function of only the weight."""
+    for name, precision in recipe.configs.items():
+        fprop = precision.fprop
+        if fprop.rhs is None:
+            continue
+        if fprop.rhs.rounding is not Rounding.NEAREST_EVEN or fprop.hadamard is not None:
+            problem = "fprop's weight must be rounded to nearest, without a transform"
+            raise ValueError(f"configs.{name}: {problem}")
+        if precision.history_length:
+            raise ValueError(f"configs.{name}: it does not go with amax_history")
+    phases = (phase for _, phase in recipe.phases())
+    if not any(precision.fprop.rhs for phase in phases for precision in phase.configs.values()):
+        raise ValueError("without effect, fprop quantizes no weight; remove it")

@@ -39,10 +39,27 @@ def test_what_is_refused(name, override, named):
         load_recipe(name, [RESET, override])
 
 
+def test_it_needs_weights_that_fprop_quantizes(tmp_path):
+    """Before or after a switch."""
+    message = r"\.yaml: oscillation: without effect, fprop quantizes no weight; remove it"
+    for name, overrides in (("bf16", []), ("nvfp4", ["fprop=null"])):
+        with pytest.raises(UserError, match=message):
+            load_recipe(name, [*overrides, RESET])
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: x\nconfigs: {bf16: {}}\nmatchers: {}\n" + RESET.replace("=", ": "))
+    with pytest.raises(UserError, match=message):
+        load_recipe(str(file))
+    late = "switches.late={fraction: 0.5, to: tetrajet2, part: PART}"
+    load_recipe("bf16", [RESET, late.replace("PART", "all")])
+    with pytest.raises(UserError, match=message):
+        load_recipe("bf16", [RESET, late.replace("PART", "backward")])
+
+
 def test_other_recipes_of_a_run_have_none(tmp_path):
     """It belongs to the recipe of fprop, for the whole run."""
     file = tmp_path / "resets.yaml"
-    file.write_text("name: resets\nconfigs: {bf16: {}}\nmatchers: {}\n" + RESET.replace("=", ": "))
+    configs = "configs: {mxfp4: {weight: {format: mxfp4}}}\nmatchers: {}\n"
+    file.write_text(f"name: resets\n{configs}{RESET.replace('=', ': ')}")
     assert load_combined(str(file), "nvfp4").oscillation is not None
     with pytest.raises(UserError, match="recipe resets has an oscillation: that is of weights"):
         load_combined("nvfp4", str(file))
