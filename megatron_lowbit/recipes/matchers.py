@@ -9,7 +9,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictInt,
+    model_validator,
+)
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from megatron_lowbit.recipes.yaml_reader import StrictModel
@@ -75,7 +82,7 @@ def count_blocks(extent: int | Fraction | None, num_blocks: int) -> int:
 
 class _Matcher(StrictModel):
     config: str  # name of the config that a matching layer gets
-    enabled: bool  # otherwise the matcher is ignored
+    enabled: StrictBool  # otherwise the matcher is ignored
 
 
 class BlocksMatcher(_Matcher):
@@ -87,7 +94,9 @@ class BlocksMatcher(_Matcher):
     type: Literal["blocks"] = "blocks"
     first: Extent | None = None  # blocks of the model
     last: Extent | None = None
-    numbers: tuple[int, ...] | None = None  # from 0; negative ones from the end (-1 is the last)
+    numbers: tuple[StrictInt, ...] | None = (
+        None  # from 0; negative ones from the end (-1 is the last)
+    )
     kinds: tuple[Literal[tuple(KINDS)], ...] | None = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")

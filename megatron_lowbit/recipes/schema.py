@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
+    StrictInt,
     ValidationError,
     model_validator,
 )
@@ -40,7 +41,13 @@ from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.matchers import Matcher
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
-from megatron_lowbit.recipes.yaml_reader import StrictModel, fields_of, first_error, wrong_key
+from megatron_lowbit.recipes.yaml_reader import (
+    Number,
+    StrictModel,
+    fields_of,
+    first_error,
+    wrong_key,
+)
 
 Path = tuple[str, ...]
 
@@ -130,9 +137,9 @@ class GemmSpec(_RoleSettings):
 
     hadamard: Annotated[Hadamard, fields_of(Hadamard), BeforeValidator(_signs)] | None = None
     accumulation: AccumulationField | None = None
-    folding: bool | None = None
+    folding: StrictBool | None = None
     fallback: Literal["bf16"] | None = None
-    hot_channels: Annotated[float, Field(gt=0, le=1)] | None = None
+    hot_channels: Annotated[Number, Field(gt=0, le=1)] | None = None
 
 
 class PrecisionSpec(_RoleSettings):
@@ -144,7 +151,7 @@ class PrecisionSpec(_RoleSettings):
     tensor_scale: Literal["shard", "group"] = "shard"
     amax_history: Annotated[DelayedScaling, fields_of(DelayedScaling)] | None = None
     accumulation: AccumulationField | None = None
-    folding: bool = True
+    folding: StrictBool = True
     fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
@@ -270,12 +277,12 @@ def _leaves(settings: dict[str, Any], path: Path = ()) -> Iterator[Path]:
 class SwitchSpec(StrictModel):
     """A change to another recipe, by name or file, at one of three measures of progress."""
 
-    iteration: Annotated[int, Field(ge=0)] | None = None
-    tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
+    iteration: Annotated[StrictInt, Field(ge=0)] | None = None
+    tokens: Annotated[Number, Field(ge=0, allow_inf_nan=False)] | None = None
+    fraction: Annotated[Number, Field(ge=0, lt=1)] | None = None
     to: str
     part: Literal["all", "forward", "backward"] = "all"
-    enabled: bool = True
+    enabled: StrictBool = True
 
     @property
     def point(self) -> tuple[Unit, float]:
@@ -337,16 +344,15 @@ class RecipeSpec(StrictModel):
             with error_prefix(f"{source}: configs.{name}."):
                 configs[name] = config.build()
         matchers = {name: matcher for name, matcher in self.matchers.items() if matcher.enabled}
+        advice = f"use one of {', '.join(configs)}"
         for name, matcher in matchers.items():
             require(
                 matcher.config in configs,
-                f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
-                f"use one of {', '.join(configs)}",
+                f"{source}: matchers.{name}.config: no config {matcher.config!r}; {advice}",
             )
         require(
-            self.output_layer is None or self.output_layer in configs,
-            f"{source}: output_layer: no config {self.output_layer!r}; use one of "
-            f"{', '.join(configs)}",
+            self.output_layer in (None, *configs),
+            f"{source}: output_layer: no config {self.output_layer!r}; {advice}",
         )
         switches = []
         for name, switch in self.switches.items():
@@ -360,14 +366,9 @@ class RecipeSpec(StrictModel):
                     raise ValueError(f"recipe {target.name} has an oscillation; name one without")
             switches.append(Switch(name, *switch.point, switch.part, target))
         recipe = Recipe(
-            self.name,
-            self.description,
-            configs,
-            matchers,
-            tuple(switches),
-            oscillation=self.oscillation,
-            output_layer=self.output_layer,
-        )
+            self.name, self.description, configs, matchers, tuple(switches),
+            oscillation=self.oscillation, output_layer=self.output_layer,
+        )  # fmt: skip
         if self.oscillation:
             with error_prefix(f"{source}: oscillation: "):
                 _check_oscillation(recipe)

@@ -7,8 +7,7 @@ the same name). Here each is one line that names the place.
 
 import copy
 import reprlib
-from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_type_hints
 from unicodedata import category
 
 import yaml
@@ -143,10 +142,38 @@ class StrictModel(BaseModel):
         return _with_known_keys(data, list(cls.model_fields))
 
 
+_REFUSED = {int: bool | str | float, int | None: bool | str | float, float: bool}
+"""Types that pydantic would convert to a number, by the type of a field.
+
+Text may be a float, since YAML reads 1e-3 as text.
+"""
+
+
 def fields_of(dataclass: type) -> BeforeValidator:
-    """Return a validator that refuses unknown keys of a dataclass; pydantic would ignore them."""
-    names = [field.name for field in fields(dataclass)]
-    return BeforeValidator(lambda data: _with_known_keys(data, names))
+    """Return a validator that refuses unknown keys of a dataclass, and other values as numbers.
+
+    Pydantic would ignore the keys, and convert the values.
+    """
+    types = get_type_hints(dataclass)
+
+    def check(data: Any) -> Any:
+        _with_known_keys(data, list(types))
+        for key, value in data.items() if isinstance(data, dict) else ():
+            if isinstance(value, _REFUSED.get(types[key], ())):
+                raise wrong_key(key, f"input should be a number, not {value!r}")
+        return data
+
+    return BeforeValidator(check)
+
+
+def _not_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"input should be a number, not {value}")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_not_boolean)]
+"""A number, but no boolean, which pydantic would convert."""
 
 
 def _with_known_keys(data: Any, known: list[str]) -> Any:

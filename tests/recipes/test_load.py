@@ -240,12 +240,37 @@ REFUSED = [
     ("nvfp4", "linears.type=path", ["matchers.linears", "'blocks', 'glob', 'regex'"]),
     ("nvfp4", "bf16_blocks.config=fp8", ["matchers.bf16_blocks.config", "'fp8'", "nvfp4, bf16"]),
     ("nvfp4", "linears.enabled=maybe", ["matchers.linears.enabled"]),
-    ("nvfp4", "linears={type: regex, pattern: (, config: nvfp4, enabled: 1}",
+    ("nvfp4", "linears={type: regex, pattern: (, config: nvfp4, enabled: true}",
      ["matchers.linears.pattern", "("]),
+    # booleans and text as numbers, numbers and text as booleans
+    ("nvfp4", "fprop.hot_channels=true", ["configs.nvfp4.fprop.hot_channels", "not True"]),
+    ("nvfp4", "wgrad.hadamard.size='16'", ["wgrad.hadamard.size", "a number, not '16'"]),
+    ("fp8-delayed", "amax_history={length: true}", ["amax_history.length", "a number, not True"]),
+    ("fp8-delayed", "amax_history={length: 4.0}", ["amax_history.length", "a number, not 4.0"]),
+    ("fp8-delayed", "amax_history.just_in_time=true", ["just_in_time", "a number, not True"]),
+    ("mxfp8", "fprop.accumulation={promote_every: true}", ["promote_every", "not True"]),
+    ("mxfp8", "oscillation={start: true, period: 9}", ["oscillation.start", "not True"]),
+    ("mxfp8", "oscillation={start: 5, period: '9'}", ["oscillation.period", "not '9'"]),
+    ("nvfp4", "switches.s={iteration: true, to: bf16}", ["s.iteration", "valid integer"]),
+    ("nvfp4", "switches.s={iteration: '5', to: bf16}", ["s.iteration", "valid integer"]),
+    ("nvfp4", "switches.s={tokens: true, to: bf16}", ["s.tokens", "a number, not True"]),
+    ("nvfp4", "switches.s={fraction: false, to: bf16}", ["s.fraction", "a number, not False"]),
+    ("nvfp4", "switches.s={fraction: 0.5, to: bf16, enabled: 0}", ["s.enabled", "boolean"]),
+    ("nvfp4", "bf16_blocks.numbers=[true]", ["bf16_blocks.numbers.0", "valid integer"]),
+    ("nvfp4", "bf16_blocks.enabled=1", ["matchers.bf16_blocks.enabled", "valid boolean"]),
+    ("mxfp8", "folding='off'", ["configs.mxfp8.folding", "valid boolean"]),
+    ("mxfp8", "fprop.folding=0", ["configs.mxfp8.fprop.folding", "valid boolean"]),
     *(("nvfp4", f"bf16_blocks.first={value}", ["matchers.bf16_blocks.first", shown, "2/62"])
       for value, shown in (("two", "two"), ("3/2", "3/2"), ("1/0", "1/0"), ("true", "true"),
                            ("0.0", "0.0"), ("1.5", "1.5"), ("-4", "-4"))),
 ]  # fmt: skip
+
+
+def test_numbers_that_yaml_reads_as_text():
+    assert nvfp4("fprop.hot_channels=1e-1").fprop.hot_channels == 0.1
+    assert load_recipe("nvfp4", ["switches.s={tokens: 1e9, to: bf16}"]).switches[0].at == 1e9
+    recipe = load_recipe("mxfp8", ["oscillation={start: 1e-1, period: 100}"])
+    assert recipe.oscillation.start == 0.1
 
 
 @pytest.mark.parametrize("name, override, parts", REFUSED)
