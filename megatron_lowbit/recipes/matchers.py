@@ -94,9 +94,8 @@ class BlocksMatcher(_Matcher):
     type: Literal["blocks"] = "blocks"
     first: Extent | None = None  # blocks of the model
     last: Extent | None = None
-    numbers: tuple[StrictInt, ...] | None = (
-        None  # from 0; negative ones from the end (-1 is the last)
-    )
+    # From 0; negative ones from the end (-1 is the last).
+    numbers: tuple[StrictInt, ...] | None = None
     kinds: tuple[Literal[tuple(KINDS)], ...] | None = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")
