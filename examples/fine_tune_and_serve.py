@@ -10,6 +10,7 @@ trainer's. It needs llama.cpp: pip install '.[serve]'
 
 import argparse
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -68,6 +69,8 @@ TRANSFORMERS_BOUND, LLAMA_CPP_BOUND = 1 / 64, 1 / 32
 def write_inputs(folder: Path) -> None:
     """Write MODEL, a random Llama with a tokenizer, and TEXT, the parts of a page."""
     text = TEXT.read_text(encoding="utf-8")
+    if (folder / "TEXT").exists():
+        raise SystemExit(f"error: {folder}: exists; give a new folder")
     (folder / "TEXT").mkdir(parents=True)
     for number, part in enumerate(text.split("\n## ")):
         (folder / "TEXT" / f"{number}.txt").write_text(part * 4, encoding="utf-8")
@@ -144,7 +147,7 @@ def llama_cpp_logits(file: Path, tokens: list[int], size: int, visible: int) -> 
     ``visible`` is any token that is text by itself: it is chosen as the answer, since llama.cpp
     gives no probabilities with half a character, and leaves the probabilities as they are.
     """
-    result = torch.empty(len(tokens), size)
+    result = torch.full((len(tokens), size), math.nan)
     with llama_cpp_server(file) as address:
         for last in range(len(tokens)):
             question = {
@@ -154,6 +157,7 @@ def llama_cpp_logits(file: Path, tokens: list[int], size: int, visible: int) -> 
             (chosen,) = answer(address, "completions", question)["completion_probabilities"]
             for entry in chosen["top_logprobs"]:
                 result[last, entry["id"]] = entry["logprob"]
+    assert result.isfinite().all(), "llama.cpp returned fewer probabilities than tokens"
     return result
 
 

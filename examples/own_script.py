@@ -17,14 +17,20 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.arguments import parse_and_validate_args
 
+from megatron_lowbit.errors import exit_on_user_error
 from megatron_lowbit.megatron.arguments import add_recipe_arguments
 from megatron_lowbit.megatron.datasets import provide_datasets
 from megatron_lowbit.megatron.forward_step import forward_step
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 
-if __name__ == "__main__":
+
+def main() -> None:
     args = parse_and_validate_args(extra_args_provider=add_recipe_arguments)  # 1: the arguments
     model_config = gpt_config_from_args(args)
     use_recipe(model_config, args)  # 2: the hook (and 3: the import above)
     container = pretrain_cfg_container_from_args(args, model_config)
     pretrain(container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)  # a mistake in a recipe or an argument in one line

@@ -227,6 +227,7 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@torch.inference_mode(False)  # Later calls take them in training, too.
 def filled(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Return many zeros, each of them aligned, of one fill."""
     size = math.prod(shape)

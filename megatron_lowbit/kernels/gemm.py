@@ -48,8 +48,12 @@ def multiply(
         if out.dtype in dtypes and out.is_contiguous():
             return GEMMS[route](lhs, rhs, out.dtype, into)
         return accumulate_into(out, beta, GEMMS[route](lhs, rhs, torch.float32))
-    y = GEMMS[route](lhs, rhs, torch.float32 if dtype is torch.float32 else torch.bfloat16)
-    return (y if bias is None else y + bias).to(dtype)
+    # A product with a bias is rounded once, after it: the bias may cancel most of the product.
+    product = torch.bfloat16 if bias is None and dtype is torch.bfloat16 else torch.float32
+    y = GEMMS[route](lhs, rhs, product)
+    if bias is None:
+        return y.to(dtype)
+    return torch.add(y, bias.detach(), out=y.new_empty(y.shape, dtype=dtype))
 
 
 def exact_product(

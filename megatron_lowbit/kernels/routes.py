@@ -36,7 +36,7 @@ Format = BlockFormat | None
 """A format, or None for an operand in BF16."""
 MIN_CAPABILITY = (8, 9)
 """From here on GPUs cast to FP8 and multiply it; before, everything is dequantized."""
-WIDEST_ROW = 2**15
+NARROWEST_ROW, WIDEST_ROW = 2**5, 2**15
 """Columns that a program of a norm can hold."""
 
 
@@ -169,7 +169,7 @@ def takes_norm(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
         and not quantizer.format.scales_tensor_rows
         and request.hadamard is None
         and x.numel() > 0
-        and x.shape[1] <= WIDEST_ROW
+        and NARROWEST_ROW <= x.shape[1] <= WIDEST_ROW
         and x.shape[1] % quantizer.format.block == 0
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )

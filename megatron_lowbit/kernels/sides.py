@@ -140,7 +140,8 @@ def allocator(
     new_codes = _allocation(layout.codes, device)
     new_scales = None if layout.scales is None else _allocation(layout.scales, device)
     has_scales = layout.scales is not None and layout.scales.numel > 0
-    no_scales = None if has_scales or new_scales is None else new_scales()
+    with torch.inference_mode(False):  # Autograd saves what all operands share, in training, too.
+        no_scales = None if has_scales or new_scales is None else new_scales()
     scale_shape = (layout.shape[0], 1) if layout.format.scales_tensor_rows else ()
     new_tensor_scale = _allocation(Memory(scale_shape, torch.float32), device)
     unit = None if layout.tensor_scaled else _unit(device)
@@ -167,6 +168,7 @@ def _allocation(memory: Memory, device: torch.device) -> Callable[[], Tensor]:
 
 
 @cache
+@torch.inference_mode(False)
 def _unit(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 

@@ -176,7 +176,15 @@ def lowbit_linear(
 
 
 def context_of(context: LinearContext | LinearPrecision | Recipe | str, x: Tensor) -> LinearContext:
-    """Return the context of a call with input x, which is in training where autograd records."""
+    """Return the context of a call with input x, which is in training where autograd records.
+
+    Raises ValueError for an input on another GPU than the current one, which kernels run on.
+    """
+    if x.is_cuda and x.device.index != (current := torch.cuda.current_device()):
+        raise ValueError(
+            f"the input is on {x.device}, but the current device is cuda:{current}: use a process "
+            "for each GPU, or torch.cuda.device"
+        )
     if not isinstance(context, LinearContext):
         precision = load_precision(context)
         context = LinearContext(precision, select_engine(x.device), draw_key(precision))

@@ -120,7 +120,8 @@ class AmaxHistory:
     def amax(self, operand: int, rule: DelayedScaling, record: bool = True) -> DelayedAmax:
         """Return the amax of an operand's scale; amaxes of finished steps are computed once."""
         if rule not in self._earlier:
-            self._earlier[rule] = rule.earlier(self.entries)
+            with torch.inference_mode(False):  # An evaluation may come before training.
+                self._earlier[rule] = rule.earlier(self.entries)
         return DelayedAmax(self._earlier[rule][operand], self.step[operand] if record else None)
 
     def advance(self, step: Tensor) -> None:

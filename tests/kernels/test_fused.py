@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_lowbit.kernels import gemm as gemms
+from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.gemm import plain
@@ -184,6 +186,24 @@ def matrix(rows, columns, seed):
     return torch.randn(rows, columns, generator=generator, device="cuda").bfloat16()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_product_with_a_bias_is_rounded_once(monkeypatch, dtype):
+    """257 is no BF16 number, but 1 is."""
+    seen = []
+
+    def product(lhs, rhs, dtype):
+        seen.append(dtype)
+        return torch.full((2, 2), 257.0).to(dtype)
+
+    monkeypatch.setitem(gemms.GEMMS, routes.TENSORS, product)
+    bias = torch.full((2,), -256.0, dtype=torch.bfloat16, requires_grad=True)
+    lhs, rhs = (Quantizer(FORMATS["fp8-tensor-e4m3"])(torch.ones(2, 2)) for _ in range(2))
+    total = gemms.multiply(routes.TENSORS, lhs, rhs, bias, dtype)
+    assert total.dtype is dtype and (total == 1).all()
+    gemms.multiply(routes.TENSORS, lhs, rhs, None, dtype)
+    assert seen == [torch.float32, torch.bfloat16 if dtype is torch.bfloat16 else torch.float32]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(256, 384, 512), (250, 77, 200)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -204,10 +224,7 @@ def test_products(pair, dtype, shape):
     exact.append(b.double() if rhs is None else Quantizer(rhs)(b).dequantize().double())
     expected = exact[0] @ exact[1].t() + bias
     magnitude = exact[0].abs() @ exact[1].abs().t() + bias.abs()
-    # The tensor cores' result may be rounded to BF16 before scales and bias, and again after them.
-    rounding = 2.0**-8 * ((expected - bias).abs() + expected.abs()) * 1.01
-    if dtype is torch.float32:
-        rounding = 0
+    rounding = 2.0**-8 * expected.abs() * 1.01 if dtype is torch.bfloat16 else 0
     bound = BOUNDS[PAIRS[pair]](length) * magnitude
     assert ((seen.double() - expected).abs() <= bound + rounding).all()
     product, before = expected - bias, torch.randn(rows, columns, device="cuda")

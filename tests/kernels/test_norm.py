@@ -97,6 +97,17 @@ def test_other_widths_and_rows(columns, norm):
         check(values(RAGGED, columns), name, norm)
 
 
+@pytest.mark.parametrize("name", ["fp8-tensor-e4m3", "fp8-row-e4m3", "mxfp8-e4m3"])
+@pytest.mark.parametrize("columns", [1, 5, 8, 20, 31, 32, 33])
+def test_rows_that_the_kernel_takes(name, columns):
+    """It takes none that are too narrow for its groups of neighbors."""
+    x, request = values(RAGGED, columns), Request(Quantizer(FORMATS[name]))
+    fits = columns >= 32 and columns % request.quantizer.format.block == 0
+    assert takes_norm(x, RMSNorm(), request) == fits
+    if fits:
+        check(x, name, RMSNorm())
+
+
 @pytest.mark.parametrize("element", [E4M3, E2M1], ids=str)
 @pytest.mark.parametrize("block", [16, 64])
 def test_other_blocks(element, block):

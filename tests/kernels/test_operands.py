@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lowbit.kernels import operands
+from megatron_lowbit.kernels import operands, sides
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, rounded_values
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.support import kernel_of
+from megatron_lowbit.layers.autograd_state import flatten
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.folding import fold as reference_fold
 from megatron_lowbit.numerics.folding import folded_format
@@ -71,6 +72,20 @@ def test_operands_next_to_bf16_are_written(name):
         # Quartet's reference multiplies by the product of both scales.
         close = 2.0**-23 * expected.abs() if name == "quartet2" else 0.0
         assert ((found - expected).abs() <= close).all()
+
+
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if kernel_of(format)])
+def test_training_may_follow_inference(name):
+    """What operands share is allocated by the first call, and saved by autograd in a later one."""
+    x, quantizer = values(16, 272), Quantizer(FORMATS[name])
+    sides._unit.cache_clear()
+    engine, request = FusedEngine((9, 0)), Request(quantizer)
+    with torch.inference_mode():
+        engine.quantize(x, request, request)
+    saved: list[torch.Tensor] = []
+    for operand in engine.quantize(x, request, request):
+        flatten(operand, saved)
+    assert saved and not any(tensor.is_inference() for tensor in saved)
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4-2d", "nvfp4"])

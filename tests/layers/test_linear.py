@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, LinearContext, lowbit_linear, operands
 from megatron_lowbit.layers.context import draw_key
+from megatron_lowbit.layers.linear import context_of
 from megatron_lowbit.numerics import Operand, derive_key, quantize
 from megatron_lowbit.recipes import HIGH_PRECISION, GemmPrecision, load_recipe
 
@@ -68,6 +70,14 @@ def test_high_precision_is_f_linear(m, bias, dtype):
     inputs = [x, weight] + ([b] if bias else [])
     expected = (y.detach(), *torch.autograd.grad(y, inputs, dy))
     assert_equal(results, expected)
+
+
+def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
+    """Kernels would run on the current one's stream."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="input is on cuda:1, but the current device is cuda:0"):
+        context_of("mxfp8", x)
 
 
 def test_a_vector_is_one_row():

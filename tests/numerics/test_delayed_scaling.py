@@ -166,3 +166,13 @@ def test_saturation_beyond_the_delayed_scale(format):
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         DelayedScaling(**arguments)
+
+
+def test_an_evaluation_may_come_first():
+    """In inference mode; a later step is recorded as without it."""
+    history = AmaxHistory(1, 4, CPU)
+    with torch.inference_mode():
+        history.amax(0, DelayedScaling(), record=False)
+    record(history, 0, 3.0)
+    history.advance(history.step.clone())
+    assert history.entries[0, -1] == 3.0
