@@ -30,15 +30,17 @@ class Contender(NamedTuple):
 class Row(NamedTuple):
     """Figures of a contender; gaps are relative to the baseline's final loss.
 
-    ``gap`` is NaN unless all runs of both names have the same number of tokens.
-    ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
-    standard error, NaN where no name has two seeds; ``perplexity`` is the last validation's, the
-    mean over seeds, with its standard deviation, NaN where a run has none; ``spikes`` is the mean
-    spike score, NaN where a run has no loss for every step, ``speed`` the median of tokens/s.
+    ``gap`` is NaN unless all runs of both names have the same number of tokens. ``gap_error`` is
+    its standard error, NaN where no name has two seeds, and ``pairs`` the number of seeds that both
+    names have, or of all without such. ``loss_spread`` is the standard deviation over seeds, NaN
+    for one; ``perplexity`` is the last validation's, the mean over seeds, with its standard
+    deviation, NaN where a run has none; ``spikes`` is the mean spike score, NaN where a run has no
+    loss for every step, ``speed`` the median of tokens/s.
     """
 
     name: str
     seeds: int
+    pairs: int
     loss: float
     loss_spread: float
     gap: float
@@ -70,9 +72,9 @@ def read_contenders(runs: Sequence[tuple[str, Path]]) -> list[Contender]:
 
 
 def _recorded_seed(file: Path) -> int | None:
-    return (
-        Entries(read_object(file), str(file)).integer("seed", minimum=0) if file.exists() else None
-    )
+    if not file.exists():
+        return None
+    return Entries(read_object(file), str(file)).integer("seed", minimum=0, maximum=2**32)
 
 
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
@@ -131,8 +133,10 @@ def compare(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> list
         scores = [spikes(curve) for curve in contender.curves]
         speeds = np.concatenate([curve.speeds for curve in contender.curves])
         speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan
+        common = {*contender.seeds} & {*contenders[0].seeds} - {None}
         rows.append(Row(
-            contender.name, len(finals), fmean(finals), _spread(finals), float(gap), float(error),
+            contender.name, len(finals), len(common) or len(finals), fmean(finals),
+            _spread(finals), float(gap), float(error),
             fmean(perplexities), _spread(perplexities), fmean(scores), speed,
         ))  # fmt: skip
     return rows

@@ -98,10 +98,10 @@ def _power(rows: Sequence[Row]) -> str:
     known = [row for row in rows[1:] if row.gap_error > 0]
     if not known:
         return ""
-    row = max(known, key=lambda row: row.seeds)
-    counts = row.seeds, 2 * row.seeds, 4 * row.seeds
+    row = max(known, key=lambda row: row.pairs)
+    counts = row.pairs, 2 * row.pairs, 4 * row.pairs
     gaps = ", ".join(
-        f"{100 * visible_gap(row.gap_error, row.seeds, count):.2g}% with {count}"
+        f"{100 * visible_gap(row.gap_error, row.pairs, count):.2g}% with {count}"
         for count in counts
     )
     return f"Gaps that show beyond two standard errors in four of five studies, by seeds: {gaps}."

@@ -277,8 +277,9 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
         with translate_refusals(), command_line(tokens), translate_tokenizer_errors():
             args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
             check_warmup(args)
-            check_microbatches(args)
-            if args.eval_iters != 0:
+            if not args.skip_train:
+                check_microbatches(args)
+            if args.full_validation or args.eval_iters > 0:
                 check_microbatches(args, "eval-")
             if not args.dry_run:
                 check_samples(args)

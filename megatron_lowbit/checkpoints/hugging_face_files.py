@@ -62,10 +62,9 @@ class Folder:
             for name, file in self.file_of.items():
                 shown = f"{location}: {name}: {reprlib.repr(file)}"
                 require(is_inside(file), f"{shown} is not the name of a file in this folder")
-            # transformers then reads only this file.
             is_single = (path / SINGLE).is_file() and SINGLE not in self.file_of.values()
-            require(not is_single, f"{path}: holds {SINGLE} and {INDEX} of other files; delete "
-                    "the older weights")  # fmt: skip
+            both = f"{path}: holds {SINGLE}, which transformers reads, and {INDEX}"
+            require(not is_single, f"{both}, which names other files; delete one of them")
         elif (path / SINGLE).is_file():
             with self._open(SINGLE) as opened:
                 self.file_of = dict.fromkeys(opened.keys(), SINGLE)

@@ -21,7 +21,7 @@ Sources: llama.cpp's ``convert_hf_to_gguf.py`` for names and metadata; ggml-comm
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,7 +133,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
         import gguf
     except ImportError:
         raise UserError("to-gguf needs gguf: pip install 'megatron-lowbit[serve]'") from None
-    _check_output(source, output, force)
+    _check_output(output, force)
     companion_files(source)
     folder = QuantizedFolder(source)
     converted = from_config(folder.config, str(source / CONFIG))
@@ -159,7 +159,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
             partial.unlink(missing_ok=True)  # It might be a link.
             size = _write(writer, outlines, _tensors(folder, names, converted))
             require(partial.stat().st_size == size, f"{partial}: not the {size} bytes written")
-            _check_output(source, output, force)
+            _check_output(output, force)
             partial.replace(output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
@@ -170,18 +170,16 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     return GGUFSummary(converted.name, types)
 
 
-def _check_output(source: Path, output: Path, force: bool) -> None:
+def _check_output(output: Path, force: bool) -> None:
     """Raise UserError unless the output is a new file or, with ``force``, an older GGUF file."""
-    is_in_source = Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source))
-    require(not is_in_source, f"{output} is in the source's folder; give a path outside it")
     if not os.path.lexists(output):
         return
     require(force, f"{output} exists; --force replaces it")
-    is_gguf = output.is_file() and not output.is_symlink()
-    if is_gguf:
-        with output.open("rb") as file:
+    is_gguf = False
+    if output.is_file() and not output.is_symlink():
+        with suppress(OSError), output.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-    require(is_gguf, f"{output} is no GGUF file, which --force replaces; move it")
+    require(is_gguf, f"{output} is not a GGUF file; --force replaces only those")
 
 
 def _write(

@@ -145,7 +145,7 @@ class Corpus:
             with suppress(UnicodeDecodeError):
                 text = content.decode("utf-8")
         if text is None:
-            require(not is_named, f"--input {path}: not UTF-8 text")
+            require(not is_named, f"--input {path}: not UTF-8 text, or contains NUL bytes")
             self.skipped.append(path)
             return
         records = _records(path, content, self._json_keys or DEFAULT_KEYS, is_named)
@@ -179,7 +179,8 @@ class Corpus:
     def report_skipped(self) -> None:
         """Print how many files of the input folders were ignored, if any."""
         if self.skipped:
-            say(f"skipped as not UTF-8: {len(self.skipped)} files, the first {self.skipped[0]}")
+            count, first = len(self.skipped), self.skipped[0]
+            say(f"skipped as not UTF-8 text: {count} files, the first {first}")
 
 
 def _files_of(entry: Path, pattern: str, exclude: frozenset[str]) -> list[Path]:

@@ -122,8 +122,9 @@ def rank_memory(
     recomputed = Amounts()
     if share := layout.recomputed_share(stage):
         # Groups of layers, by default of one, keep their input; one of them at a time all the rest.
-        is_uniform = args.recompute_method == "uniform"
-        group = min(args.recompute_num_layers, max(layout.chunks)) if is_uniform else 1
+        group = 1
+        if args.recompute_method == "uniform":
+            group = min(args.recompute_num_layers, max(layout.chunks[stage :: layout.pipeline]))
         recomputed = kept * (group / layout.layers(stage))
         kept *= 1 - share
         kept["recomputed layers' inputs"] = layout.recomputed_groups(stage, group) * stream

@@ -228,12 +228,16 @@ def check_plannable(args: Namespace) -> None:
         f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads} and "
         f"--num-query-groups {groups}",
     )
+    require(
+        args.recompute_granularity != "full" or args.recompute_num_layers is not None,
+        "--recompute-granularity full needs --recompute-num-layers",
+    )
     for name, is_given in _not_modelled(args).items():
         require(not is_given, f"{name}: plans of memory and time do not cover it")
 
 
 def _not_modelled(args: Namespace) -> dict[str, object]:
-    """Return True for each given argument that changes memory or time and that is not modelled."""
+    """Return arguments that the planner does not model, each with a true value if it is given."""
     groups = {None, args.pipeline_model_parallel_size}
     unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
     tensor = args.tensor_model_parallel_size

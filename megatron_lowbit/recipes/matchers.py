@@ -13,13 +13,11 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    StrictBool,
-    StrictInt,
     model_validator,
 )
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from megatron_lowbit.recipes.yaml_reader import StrictModel
+from megatron_lowbit.recipes.yaml_reader import Integer, StrictModel
 
 KINDS = {"moe": "experts", "attention": "attention", "mamba": "mixer", "mlp": "mlp"}
 """Kinds of blocks, and the part of a module path that tells them; the first that fits."""
@@ -82,7 +80,7 @@ def count_blocks(extent: int | Fraction | None, num_blocks: int) -> int:
 
 class _Matcher(StrictModel):
     config: str  # name of the config that a matching layer gets
-    enabled: StrictBool  # otherwise the matcher is ignored
+    enabled: bool  # otherwise the matcher is ignored
 
 
 class BlocksMatcher(_Matcher):
@@ -95,7 +93,7 @@ class BlocksMatcher(_Matcher):
     first: Extent | None = None  # blocks of the model
     last: Extent | None = None
     # From 0; negative ones from the end (-1 is the last).
-    numbers: tuple[StrictInt, ...] | None = None
+    numbers: tuple[Integer, ...] | None = None
     kinds: tuple[Literal[tuple(KINDS)], ...] | None = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")

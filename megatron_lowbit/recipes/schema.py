@@ -19,8 +19,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StrictBool,
-    StrictInt,
     ValidationError,
     model_validator,
 )
@@ -42,6 +40,7 @@ from megatron_lowbit.numerics.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.matchers import Matcher
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
 from megatron_lowbit.recipes.yaml_reader import (
+    Integer,
     Number,
     StrictModel,
     fields_of,
@@ -78,8 +77,8 @@ class OperandSpec(BaseModel):
     format: Annotated[str | None, BeforeValidator(_known_format)] = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     axis: Literal["own", "fprop", "dgrad"] = "own"
-    requantize: StrictBool = False
-    split_mean: StrictBool = False
+    requantize: bool = False
+    split_mean: bool = False
 
     def build(self) -> Quantizer | None:
         """Build the quantizer; a ValueError names a key or value that the format does not take."""
@@ -137,7 +136,7 @@ class GemmSpec(_RoleSettings):
 
     hadamard: Annotated[Hadamard, fields_of(Hadamard), BeforeValidator(_signs)] | None = None
     accumulation: AccumulationField | None = None
-    folding: StrictBool | None = None
+    folding: bool | None = None
     fallback: Literal["bf16"] | None = None
     hot_channels: Annotated[Number, Field(gt=0, le=1)] | None = None
 
@@ -151,7 +150,7 @@ class PrecisionSpec(_RoleSettings):
     tensor_scale: Literal["shard", "group"] = "shard"
     amax_history: Annotated[DelayedScaling, fields_of(DelayedScaling)] | None = None
     accumulation: AccumulationField | None = None
-    folding: StrictBool = True
+    folding: bool = True
     fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
@@ -277,12 +276,12 @@ def _leaves(settings: dict[str, Any], path: Path = ()) -> Iterator[Path]:
 class SwitchSpec(StrictModel):
     """A change to another recipe, by name or file, at one of three measures of progress."""
 
-    iteration: Annotated[StrictInt, Field(ge=0)] | None = None
+    iteration: Annotated[Integer, Field(ge=0)] | None = None
     tokens: Annotated[Number, Field(ge=0, allow_inf_nan=False)] | None = None
     fraction: Annotated[Number, Field(ge=0, lt=1)] | None = None
     to: str
     part: Literal["all", "forward", "backward"] = "all"
-    enabled: StrictBool = True
+    enabled: bool = True
 
     @property
     def point(self) -> tuple[Unit, float]:

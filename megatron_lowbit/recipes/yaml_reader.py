@@ -142,25 +142,18 @@ class StrictModel(BaseModel):
         return _with_known_keys(data, list(cls.model_fields))
 
 
-_REFUSED = {int: bool | str | float, int | None: bool | str | float, float: bool}
-"""Types that pydantic would convert to a number, by the type of a field.
-
-Text may be a float, since YAML reads 1e-3 as text.
-"""
-
-
 def fields_of(dataclass: type) -> BeforeValidator:
-    """Return a validator that refuses unknown keys of a dataclass, and other values as numbers.
+    """Return a validator that refuses unknown keys of a dataclass, and booleans as numbers.
 
-    Pydantic would ignore the keys, and convert the values.
+    Pydantic would ignore the keys, and convert the booleans.
     """
     types = get_type_hints(dataclass)
 
     def check(data: Any) -> Any:
         _with_known_keys(data, list(types))
         for key, value in data.items() if isinstance(data, dict) else ():
-            if isinstance(value, _REFUSED.get(types[key], ())):
-                raise wrong_key(key, f"input should be a number, not {value!r}")
+            if types[key] in (int, int | None, float) and isinstance(value, bool):
+                raise wrong_key(key, f"input should be a number, not {value}")
         return data
 
     return BeforeValidator(check)
@@ -173,7 +166,8 @@ def _not_boolean(value: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_not_boolean)]
-"""A number, but no boolean, which pydantic would convert."""
+Integer = Annotated[int, BeforeValidator(_not_boolean)]
+"""Numbers, but no booleans, which pydantic would convert."""
 
 
 def _with_known_keys(data: Any, known: list[str]) -> Any:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_lowbit.analysis.comparison import Contender
     from megatron_lowbit.study.definition import Job, Study
 
-_MOST_RUNS = 1000  # at a time
+_LARGEST = {"at_once": 1000, "count": 100_000}
 DEFAULT_SEEDS = (1, 2)
 """Seeds of a comparison of recipes; gaps have no standard error with less than two."""
 # Imports inside the functions below are slow: the help needs none of them.
@@ -136,8 +136,8 @@ def _study_of(args: argparse.Namespace) -> "Study":
         may_be_zero = name in ("start_up", "leave_out")
         least, words = (0, "not negative") if may_be_zero else (ulp(0), "positive")
         limit, words = inf, f"{words} and finite"
-        if name in ("at_once", "count"):
-            limit, words = _MOST_RUNS + 1, f"from 1 to {_MOST_RUNS}"
+        if name in _LARGEST:
+            limit, words = _LARGEST[name] + 1, f"from 1 to {_LARGEST[name]}"
         message = f"--{name.replace('_', '-')} {value}: must be {words}"
         require(value is None or least <= value < limit, message)
     require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")

@@ -153,7 +153,7 @@ class _StudyState:
         if ended.process.returncode:
             self.causes[ended.job.folder] = _cause(ended)
             return
-        done, planned = _iteration(ended.job), planned_iterations(ended.job)
+        done, planned = _done(ended.job), planned_iterations(ended.job)
         if planned is not None and done < planned:
             # By a signal, or by an argument that ends training in time.
             cause = f"ended after {done} of {planned} iterations; the same command continues it"
@@ -171,7 +171,7 @@ class _StudyState:
         """
         for run in list(self.running):
             # Stopped after its last iteration, it is complete.
-            if not run.process.returncode and _iteration(run.job) == planned_iterations(run.job):
+            if not run.process.returncode and _done(run.job) == planned_iterations(run.job):
                 self._finish(run)
         unfinished = len(self.left) + len(self.running) if self._minutes else 0
         if unfinished:
@@ -236,6 +236,11 @@ def _remove_checkpoints(folder: Path) -> None:
         if not directory.is_symlink():
             shutil.rmtree(directory)
     (folder / files.TRACKER).unlink(missing_ok=True)
+
+
+def _done(job: Job) -> int:
+    """Return the last iteration that a run has logged or saved: not every one is logged."""
+    return max(_iteration(job), files.latest_iteration(job.folder) or 0)
 
 
 def _iteration(job: Job) -> int:

@@ -49,7 +49,7 @@ class NamedFactory(Factory):
             given = getattr(args, name, False)
             require(not given, f"a quantizer factory and {name}: {reason}")
         if getattr(args, "num_experts", None):
-            # Keys are numbered by data-parallel ranks, which would split a layer's tensors then.
+            # The data-parallel rank numbers keys: all ranks of one expert must have the same.
             dense, experts = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
             message = f"must be {dense}, as tensor_model_parallel_size"
             require(

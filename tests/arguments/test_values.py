@@ -197,6 +197,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         ("--global-batch-size 2", "--global-batch-size 2: .* groups of 2, and these are 1"),
         ("--eval-global-batch-size 6", "--eval-global-batch-size 6: .* and these are 3"),
         ("--eval-global-batch-size 6 --eval-iters 0", None),
+        ("--global-batch-size 6 --eval-global-batch-size 4 --skip-train", None),
         (f"--global-batch-size 10 {GROUP} 3", None),  # 3 microbatches, then one for each stage
         (f"--global-batch-size 8 {GROUP} 3", "--global-batch-size 8: .* groups of 3, and .* 4"),
         (f"{GROUP} 1", f"{GROUP} 1: must be at least --pipeline-model-parallel-size 2"),

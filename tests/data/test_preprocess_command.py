@@ -157,7 +157,7 @@ def test_a_folder_is_read_in_order_without_the_undecodable(preprocess, tmp_path,
     prefix = preprocess(folder, options=options)
     texts = [tokenizer.detokenize(ids[:-1]) for ids in documents(prefix)]
     assert texts == ["first", "second\r\n"]
-    assert "skipped as not UTF-8: 1 files" in capsys.readouterr().out
+    assert "skipped as not UTF-8 text: 1 files" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sidecar", [True, False])

@@ -166,7 +166,7 @@ def test_auto_tokenizer_gives_the_same_ids_and_round_trips(corpus, tmp_path):
 
 def test_pattern_and_exclude_choose_the_files(corpus, tmp_path, capsys):
     train(corpus, tmp_path / "all")
-    assert "skipped as not UTF-8: 1 files" in capsys.readouterr().out
+    assert "skipped as not UTF-8 text: 1 files" in capsys.readouterr().out
     train(corpus, tmp_path / "python", "--pattern", "*.py", "--exclude", "tests")
     python, everything = (load(tmp_path / name) for name in ("python", "all"))
     assert len(everything.tokenize("zzzzqqqq")) < len(python.tokenize("zzzzqqqq")) == 8

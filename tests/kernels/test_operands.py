@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lowbit.kernels import operands, sides
+from megatron_lowbit.kernels import amaxes, operands, sides
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, rounded_values
@@ -76,7 +76,7 @@ def test_operands_next_to_bf16_are_written(name):
 
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if kernel_of(format)])
 def test_training_may_follow_inference(name):
-    """What operands share is allocated by the first call, and saved by autograd in a later one."""
+    """The first call allocates shared tensors, and autograd saves them in a later one."""
     x, quantizer = values(16, 272), Quantizer(FORMATS[name])
     sides._unit.cache_clear()
     engine, request = FusedEngine((9, 0)), Request(quantizer)
@@ -86,6 +86,12 @@ def test_training_may_follow_inference(name):
     for operand in engine.quantize(x, request, request):
         flatten(operand, saved)
     assert saved and not any(tensor.is_inference() for tensor in saved)
+
+
+def test_zeros_that_inference_fills_serve_training():
+    with torch.inference_mode():
+        zeros = amaxes.filled((2,), torch.device("cpu"))
+    assert not any(zero.is_inference() for zero in zeros)
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4-2d", "nvfp4"])

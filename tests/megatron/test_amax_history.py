@@ -31,11 +31,19 @@ def test_the_largest_amax_of_all_ranks_is_recorded(run_ranks):
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
-@pytest.mark.parametrize(("form", "ranks"), [("torch", 2), ("torch", 1), ("torch_dist", 2)])
-def test_a_save_without_the_other_ranks_is_refused(recipe, form, ranks):
-    args = SimpleNamespace(save="runs", ckpt_format=form, data_parallel_size=ranks)
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+@pytest.mark.parametrize(
+    ("tensor", "experts", "some_skip"), [(1, 1, True), (2, 1, False), (1, 2, False)]
+)
+def test_a_save_without_the_other_ranks_is_refused(recipe, form, tensor, experts, some_skip):
+    """Two ranks: with expert parallelism each is the first of its expert data-parallel ranks."""
+    args = SimpleNamespace(
+        save="runs", ckpt_format=form, world_size=2, data_parallel_size=2 // tensor,
+        pipeline_model_parallel_size=1, expert_tensor_parallel_size=tensor,
+        expert_model_parallel_size=experts,
+    )  # fmt: skip
     run = SimpleNamespace(args=args, recipe=load_recipe(recipe))
-    is_refused = (recipe, form, ranks) == ("fp8-delayed", "torch", 2)
+    is_refused = (recipe, form) == ("fp8-delayed", "torch") and some_skip
     with pytest.raises(UserError, match="torch_dist") if is_refused else nullcontext():
         amax_history.AmaxHistories(run).check([])
 

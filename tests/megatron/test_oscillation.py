@@ -71,6 +71,7 @@ def test_a_reset_whose_iteration_is_skipped_comes_next(layer, resets, following)
         move(layer, iteration)
         measured.begin_step(iteration, training=True)
     assert [iteration for *_, iteration in logged] == [following]
+    assert bool(measured._paths) == (following == 10)
     for iteration in (following + 1, following + 2):
         move(layer, iteration)
         measured.begin_step(iteration, training=True)

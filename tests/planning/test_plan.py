@@ -109,6 +109,26 @@ def test_arguments_that_are_not_modelled_have_no_plan(flags):
         plan_run([*shlex.split(LLAMA_8B), *flags.split()], "h200", 8, as_given=True)
 
 
+def test_full_recomputation_needs_a_number_of_layers():
+    words = [*shlex.split(LLAMA_8B), "--recompute-granularity", "full", "--recompute-method"]
+    for method in ("uniform", "block"):
+        with pytest.raises(UserError, match="full needs --recompute-num-layers"):
+            plan_run([*words, method], "h200", 8, as_given=True)
+
+
+def test_a_stage_has_no_larger_group_than_its_layers():
+    """A stage of 8 layers recomputes 8 at most, whatever the size of groups in another."""
+    stages = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 24"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+    eight, more = (
+        plan_run(
+            shlex.split(f"{LLAMA_8B} {stages} {full} {number}"), "h200", 2, as_given=True
+        ).best.memory[1].parts
+        for number in (8, 24)
+    )  # fmt: skip
+    assert more == eight
+
+
 def test_a_group_of_recomputed_layers_keeps_an_input_and_is_recomputed_whole():
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
     model = f"{LLAMA_8B} --num-layers 30"

@@ -23,9 +23,7 @@ def aliases(first, following, depth):
     return "\n".join(lines)
 
 
-GLOBS = "".join(
-    f"  m{n}: {{type: glob, pattern: x, config: a, enabled: true}}\n" for n in range(65)
-)
+GLOBS = "".join(f"  m{n}: {{type: glob, pattern: x, config: a, enabled: 1}}\n" for n in range(65))
 SWITCHES = "".join(f"  s{n}: {{iteration: {n}, to: bf16}}\n" for n in range(17))
 REFUSED = {
     "lists of lists": (aliases("[x]", "[" + "*, " * 10 + "]", 12), ["line 4", "2,000 values"]),

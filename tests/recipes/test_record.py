@@ -50,10 +50,11 @@ def test_a_record_holds_the_changes_of_fields_and_both_recipes():
     )
 
 
-def test_a_switch_that_is_off_needs_no_target(tmp_path):
+@pytest.mark.parametrize("off", [False, "off", 0])
+def test_a_switch_that_is_off_needs_no_target(tmp_path, off):
     """Older records have it."""
     file = tmp_path / "mine.yaml"
-    switch = {"late": {"fraction": 0.8, "to": "gone.yaml", "part": "all", "enabled": False}}
+    switch = {"late": {"fraction": 0.8, "to": "gone.yaml", "part": "all", "enabled": off}}
     file.write_text(yaml.safe_dump(read_recipe("nvfp4") | {"switches": switch}, sort_keys=False))
     record = record_of([str(file)])
     found = recipe_from(record, "a checkpoint")

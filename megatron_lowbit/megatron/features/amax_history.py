@@ -37,16 +37,15 @@ class AmaxHistories(Feature):
     def check(self, layers: Sequence[Layer]) -> None:
         """Raise UserError if ranks save alone: histories are reduced over all that have a layer."""
         args = self.run.args
-        delays = any(
-            gemm.delayed is not None
-            for precision in self.run.recipe.precisions()
-            for gemm in precision.gemms.values()
-        )
-        alone = args.save and args.ckpt_format == "torch" and args.data_parallel_size > 1
+        delays = any(precision.history_length for precision in self.run.recipe.precisions())
+        experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+        replicas = args.world_size // (experts * args.pipeline_model_parallel_size)
+        # Ranks save that are the first of the data-parallel ones, dense or of experts.
+        skips_ranks = min(args.data_parallel_size, replicas) > 1
         require(
-            not (delays and alone),
-            "--ckpt-format torch does not go with a recipe's amax_history: only the first "
-            "data-parallel rank saves; give --ckpt-format torch_dist",
+            not (delays and args.save and args.ckpt_format == "torch" and skips_ranks),
+            "--ckpt-format torch does not support a recipe's amax_history with data parallelism: "
+            "not all ranks save; give --ckpt-format torch_dist",
         )
 
     def check_rank(self) -> None:
