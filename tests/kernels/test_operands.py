@@ -15,6 +15,7 @@ from megatron_lowbit.layers.autograd_state import flatten
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.folding import fold as reference_fold
 from megatron_lowbit.numerics.folding import folded_format
+from tests.marks import others_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POW2 = {
@@ -74,7 +75,12 @@ def test_operands_next_to_bf16_are_written(name):
         assert ((found - expected).abs() <= close).all()
 
 
-@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if kernel_of(format)])
+WITH_KERNELS = [name for name, format in FORMATS.items() if kernel_of(format)]
+# Formats with scales of elements and none of the tensor, of rows, of two levels, and of both.
+QUICK = ("fp8-128x128-e4m3", "fp8-row-e4m3", "tetrajet2", "nvfp4")
+
+
+@pytest.mark.parametrize("name", others_slow(WITH_KERNELS, QUICK))
 def test_training_may_follow_inference(name):
     """The first call allocates shared tensors, and autograd saves them in a later one."""
     x, quantizer = values(16, 272), Quantizer(FORMATS[name])
