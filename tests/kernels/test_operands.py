@@ -76,7 +76,7 @@ def test_operands_next_to_bf16_are_written(name):
 
 
 WITH_KERNELS = [name for name, format in FORMATS.items() if kernel_of(format)]
-# Formats with scales of elements and none of the tensor, of rows, of two levels, and of both.
+# Formats with scales of blocks, of rows, of two levels, and of blocks and the tensor.
 QUICK = ("fp8-128x128-e4m3", "fp8-row-e4m3", "tetrajet2", "nvfp4")
 
 
