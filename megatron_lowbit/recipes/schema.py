@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -77,8 +78,8 @@ class OperandSpec(BaseModel):
     format: Annotated[str | None, BeforeValidator(_known_format)] = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     axis: Literal["own", "fprop", "dgrad"] = "own"
-    requantize: bool = False
-    split_mean: bool = False
+    requantize: StrictBool = False
+    split_mean: StrictBool = False
 
     def build(self) -> Quantizer | None:
         """Build the quantizer; a ValueError names a key or value that the format does not take."""

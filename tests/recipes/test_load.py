@@ -242,6 +242,9 @@ REFUSED = [
     ("nvfp4", "linears.enabled=maybe", ["matchers.linears.enabled"]),
     ("nvfp4", "linears={type: regex, pattern: (, config: nvfp4, enabled: 1}",
      ["matchers.linears.pattern", "("]),
+    # numbers and text as booleans that change a method
+    ("quartet2", "dgrad.weight.requantize=1", ["requantize", "valid boolean"]),
+    ("averis", "fprop.input.split_mean='on'", ["split_mean", "valid boolean"]),
     # booleans as numbers
     ("nvfp4", "fprop.hot_channels=true", ["configs.nvfp4.fprop.hot_channels", "not True"]),
     ("nvfp4", "wgrad.hadamard.size=true", ["wgrad.hadamard.size", "a number, not True"]),
