@@ -133,7 +133,7 @@ def compare(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> list
         scores = [spikes(curve) for curve in contender.curves]
         speeds = np.concatenate([curve.speeds for curve in contender.curves])
         speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan
-        common = {*contender.seeds} & {*contenders[0].seeds} - {None}
+        common = _common(contender.seeds, contenders[0].seeds)
         rows.append(Row(
             contender.name, len(finals), len(common) or len(finals), fmean(finals),
             _spread(finals), float(gap), float(error),
@@ -195,9 +195,13 @@ def _ratios(
     """Divide the values of common seeds by the baseline's; return None if there are none."""
     if {*seeds, *of_baseline} <= {None}:
         return values / baseline if len(values) == len(baseline) else None
-    common = [seed for seed in seeds if seed is not None and seed in of_baseline]
+    common = _common(seeds, of_baseline)
     ours, theirs = ([drawn.index(seed) for seed in common] for drawn in (seeds, of_baseline))
     return values[ours] / baseline[theirs] if common else None
+
+
+def _common(seeds: Sequence[int | None], others: Sequence[int | None]) -> list[int]:
+    return [seed for seed in seeds if seed is not None and seed in others]
 
 
 def _spread(values: Sequence[float]) -> float:

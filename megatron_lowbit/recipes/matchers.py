@@ -9,12 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from megatron_lowbit.recipes.yaml_reader import Integer, StrictModel

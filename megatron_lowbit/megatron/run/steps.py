@@ -120,8 +120,8 @@ def set_microbatch_key(seed: int, iteration: int, microbatch: int) -> None:
     context = parallel_state.get_context_parallel_rank()
     key = randomness.microbatch_key(seed, iteration, number, context)
     replicas = parallel_state.get_expert_data_parallel_world_size()
-    number = microbatch * replicas + parallel_state.get_expert_data_parallel_rank()
-    _expert_keys[key] = randomness.microbatch_key(seed, iteration, number)
+    expert_number = microbatch * replicas + parallel_state.get_expert_data_parallel_rank()
+    _expert_keys[key] = randomness.microbatch_key(seed, iteration, expert_number)
     torch.set_rng_state(with_seed(torch.get_rng_state(), key))
 
 
