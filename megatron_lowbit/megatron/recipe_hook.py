@@ -270,9 +270,10 @@ class RecipeHook:
         """Return the progress of the run, which decides about switches."""
         args = self.args
         samples = getattr(args, "consumed_train_samples", 0)
-        # Megatron-LM sets it when it loads the checkpoint.
-        if not samples and self.source is not None and iteration == self.start:
-            samples = self.source.samples
+        # Megatron-LM sets it when it loads the checkpoint; only switches need it before.
+        begins = self.source is not None and iteration == self.start
+        if not samples and begins and self.recipe.switches:
+            samples = self.source.samples()
         samples = samples or iteration * args.global_batch_size
         return Progress(iteration, samples * args.seq_length, iteration / self.iterations)
 

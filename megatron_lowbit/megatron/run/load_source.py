@@ -43,13 +43,11 @@ class LoadSource:
     Attributes:
         path: folder of the checkpoint.
         iteration: iteration from which training resumes; 0 with ``--finetune``.
-        samples: samples consumed until then; 0 where the checkpoint does not tell.
         tensors: shapes of the tensors by key.
     """
 
     path: Path
     iteration: int
-    samples: int
     tensors: dict[str, tuple[int, ...]]
 
     @classmethod
@@ -62,9 +60,12 @@ class LoadSource:
         # Megatron-LM begins with the first iteration from --pretrained-checkpoint, too.
         resumed = not args.finetune and args.load is not None and directory == Path(args.load)
         iteration = (source.iteration or 0) if resumed else 0
-        stored = saved_args(source.path) if iteration else None
-        samples = getattr(stored, "consumed_train_samples", 0)
-        return cls(source.path, iteration, samples, saved_tensors(source.path))
+        return cls(source.path, iteration, saved_tensors(source.path))
+
+    def samples(self) -> int:
+        """Read the samples consumed until ``iteration``; 0 if the checkpoint does not have them."""
+        stored = saved_args(self.path) if self.iteration else None
+        return getattr(stored, "consumed_train_samples", 0)
 
 
 def check_starts_anew(args: Namespace) -> None:
