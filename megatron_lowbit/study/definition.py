@@ -31,7 +31,7 @@ from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import STUDY_RUN, replace_text
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.recipes.yaml_reader import first_error, read_text, read_yaml
-from megatron_lowbit.storage.files import TRACKER
+from megatron_lowbit.storage.files import TRACKER, iteration_directory, latest_iteration
 
 _OF_STUDIES = {
     "--save": "the study gives each run its folder; omit it",
@@ -304,6 +304,12 @@ def mark(job: Job, finished: bool) -> None:
 def has_checkpoint(folder: Path) -> bool:
     """Return True if a run's folder holds a checkpoint."""
     return (folder / TRACKER).is_file()
+
+
+def has_saved(start: Start) -> bool:
+    """Return True if a trunk has saved the checkpoint that branches start from."""
+    latest = latest_iteration(start.folder) or 0
+    return latest >= start.iteration and iteration_directory(*start).is_dir()
 
 
 def launch_command(job: Job) -> list[str]:

@@ -23,6 +23,7 @@ from megatron_lowbit.storage import files
 from megatron_lowbit.study.definition import (
     Job,
     has_checkpoint,
+    has_saved,
     is_finished,
     launch_command,
     mark,
@@ -52,9 +53,9 @@ def run(
 ) -> list[Job]:  # fmt: skip
     """Run the jobs of a whole study that are not finished, and return the finished ones.
 
-    A run whose checkpoint is gone begins again where another is to begin from it. Interrupted, all
-    runs stop with a checkpoint to resume from. Raises TrainingError if a run failed, or the one
-    that it begins from, once the others have ended.
+    A branch starts as soon as its trunk has saved the checkpoint; a trunk whose checkpoint is gone
+    begins again. Interrupted, all runs stop with a checkpoint to resume from. Raises TrainingError
+    if a run failed, or the trunk before it saved that checkpoint, once the others have ended.
 
     Args:
         gpus: numbers of the GPUs that jobs see, or None; a job runs on each at once.
@@ -121,7 +122,10 @@ class _StudyState:
     def advance(self) -> bool:
         """Start runs on free GPUs, wait, and finish ended runs; return False at the end."""
         done = {job.folder for job in self.finished}
-        startable = [job for job in self.left if not job.start or job.start.folder in done]
+        startable = [
+            job for job in self.left
+            if not job.start or job.start.folder in done or has_saved(job.start)
+        ]  # fmt: skip
         has_time = time.monotonic() + self._longest < self._deadline
         for job in startable[: len(self.free)] if has_time else ():
             self.left.remove(job)

@@ -14,7 +14,7 @@ tracker = folder / "latest_checkpointed_iteration.txt"
 begin = int(tracker.read_text()) if arguments.get("--load") == str(folder) else 0
 if "--ckpt-step" in arguments:
     begin = int(arguments["--ckpt-step"])
-    assert (Path(arguments["--load"]) / "iter_0000040").is_dir()
+    assert (Path(arguments["--load"]) / f"iter_{begin:07}").is_dir()
 # As Megatron-LM ends on a signal: with a checkpoint, and with success.
 def leave(*_):
     tracker.write_text("7")
@@ -26,6 +26,9 @@ with (folder / "metrics.jsonl").open("a") as file:
                   "consumed_tokens": i, "tokens_per_second": 1.0, "more": arguments.get("--more")}
         file.write(json.dumps(record) + chr(10))
         file.flush()
+        if i == int(arguments.get("--save-interval", 0)):
+            (folder / f"iter_{i:07}").mkdir()
+            tracker.write_text(str(i))
         time.sleep(float(arguments["--sleep"]))
 (folder / "iter_0000040").mkdir()
 tracker.write_text("40")

@@ -300,8 +300,27 @@ def test_some_runs_of_a_study(study, tmp_path):
         main([*command, "mine"])
 
 
-def test_a_branch_fails_with_its_trunk(study, tmp_path):
-    file, output = study(base="--scale 2 --code 3", branch=BRANCH), tmp_path / "out"
+def test_a_branch_starts_as_soon_as_its_trunk_has_saved(study, write_script, tmp_path):
+    """The trunk ends once the branch has trained."""
+    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
+    wait = """
+branch = folder.parent / f"changed-{seed}" / "metrics.jsonl"
+for _ in range(600):
+    if folder == branch.parent or branch.is_file():
+        break
+    time.sleep(0.1)
+else:
+    sys.exit("no branch has started")
+"""
+    write_script('(folder / "iter_0000040").mkdir()', f'{wait}(folder / "iter_0000040").mkdir()')
+    main(["run", str(file), "--output", str(output), "--seeds", "1", "--at-once", "2"])
+    assert len(lines(output / "base-1")) == 40 and len(lines(output / "changed-1")) == 10
+
+
+def test_a_branch_fails_with_its_trunk(study, write_script, tmp_path):
+    """The trunk fails before it has saved."""
+    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
+    write_script('(folder / f"iter_{i:07}").mkdir()', "sys.exit(3)")
     with pytest.raises(TrainingError, match="4 of 4 runs failed"):
         main(["run", str(file), "--output", str(output)])
     assert not (output / "changed-1").exists()
