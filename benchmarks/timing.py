@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.records import ROOT
+from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 
 Mark = Callable[[], None]
 Step = Callable[[Mark], None]
@@ -239,6 +241,16 @@ def _tile_gemm(size: int, rhs_rows: int) -> Step:
     return lambda mark: F.scaled_mm(a, b, scale_a, lhs_kind, scale_b, rhs_scaling)
 
 
+def _block_gemm(size: int) -> Step:
+    """Return a GEMM of BF16 operands with block scales, FP32 sums promoted every 128 products."""
+    engine, quantizer = select_engine(device()), Quantizer(FORMATS["tetrajet2"])
+    format = quantizer.format
+    a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device()).unbind()
+    lhs, _ = engine.quantize(a, Request(quantizer, partner=format, left=True), None)
+    rhs, _ = engine.quantize(b, Request(quantizer, partner=format), None)
+    return lambda mark: engine.gemm(lhs, rhs)
+
+
 def _scaled_gemm(size: int, scales: int) -> Step:
     """Return one scale for each row of the operands, or (``scales`` 1) for each tensor."""
     a, b = _fp8_operands(size)
@@ -255,6 +267,7 @@ _GEMMS: dict[str, Callable[[int], Step]] = {
     "bf16": _bf16_gemm,
     "fp8 1x128 . 128x128": lambda size: _tile_gemm(size, 128),
     "fp8 1x128 . 1x128": lambda size: _tile_gemm(size, 1),
+    "bf16 1x128 . 1x128": _block_gemm,
     "fp8 per row": lambda size: _scaled_gemm(size, size),
     "fp8 per tensor": lambda size: _scaled_gemm(size, 1),
 }
