@@ -80,9 +80,9 @@ class Document(NamedTuple):
 class Corpus:
     """Text that the arguments of :func:`add_corpus_arguments` choose.
 
-    Within folders ``pattern`` filters file names and ``exclude`` drops every path with one of
-    these names as a component. Raises UserError for a missing input, a file or a key that is given
-    twice, filters without a folder, or if nothing is left.
+    Within folders ``pattern`` filters file names, ``exclude`` drops every path with one of these
+    names as a component, and the files of ``tokenizer`` are no text. Raises UserError for a missing
+    input, a file or a key that is given twice, filters without a folder, or if nothing is left.
 
     Attributes:
         files: the inputs in order: a file as it is, a folder's files sorted.
@@ -96,10 +96,15 @@ class Corpus:
         json_keys: Sequence[str] | None,
         pattern: str,
         exclude: Sequence[str],
+        tokenizer: Sequence[Path] = (),
     ) -> None:
         self._inputs, self._json_keys = list(map(Path, inputs)), json_keys
+        ignored = {os.path.realpath(file) for file in tokenizer}
         self.files = [
-            file for entry in self._inputs for file in _files_of(entry, pattern, frozenset(exclude))
+            file
+            for entry in self._inputs
+            for file in _files_of(entry, pattern, frozenset(exclude))
+            if file == entry or os.path.realpath(file) not in ignored
         ]
         names = ", ".join(map(str, inputs))
         filters = f"--pattern {pattern!r} and --exclude"

@@ -45,6 +45,7 @@ from megatron_lowbit.data.tokenizer import (
     Tokenizer,
     ids_beyond_model,
     load_tokenizer,
+    tokenizer_files,
 )
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import check_file, check_folder, replace_text, writing
@@ -115,7 +116,8 @@ def preprocess(
     is_possible = 1 <= workers <= limit
     require(is_possible, f"--workers {workers}: at least 1 and at most {limit} on this machine")
     tokenizer = load_tokenizer(TOKENIZER_TYPE, tokenizer_model)
-    corpus = Corpus(inputs, json_keys, pattern, exclude)
+    own = tokenizer_files(Path(tokenizer_model))
+    corpus = Corpus(inputs, json_keys, pattern, exclude, own)
     prefixes = [output_prefix] if len(keys) == 1 else [f"{output_prefix}_{k}" for k in keys]
     check_targets(output_prefix, prefixes)
     dtype = _indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)

@@ -50,10 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     args = parser.parse_args(argv)
     check_folder("--output", args.output)
-    for name in (_MODEL_FILE, _CONFIG_FILE):
-        check_file("--output", args.output / name)
+    own = tokenizer_files(args.output)
+    for file in own:
+        check_file("--output", file)
     check_output(args.output)
-    corpus = Corpus(args.input, args.json_keys, args.pattern, args.exclude)
+    corpus = Corpus(args.input, args.json_keys, args.pattern, args.exclude, own)
     texts = (text for document in corpus.documents() for text in document.texts if text)
     first = next(texts, "")
     require(bool(first), f"--input {', '.join(args.input)}: holds no text")
@@ -64,6 +65,11 @@ def main(argv: list[str] | None = None) -> None:
     if size < args.vocab_size:
         say(f"the input has too few different pairs for --vocab-size {args.vocab_size:,}")
     corpus.report_skipped()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's tokenizer and of its configuration."""
+    return [folder / _MODEL_FILE, folder / _CONFIG_FILE]
 
 
 @dataclass(frozen=True)
@@ -212,9 +218,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> 
 
 def check_output(output: Path) -> None:
     """Raise UserError if a folder holds a tokenizer that :func:`train_tokenizer` did not write."""
-    config = output / _CONFIG_FILE
+    model, config = tokenizer_files(output)
     is_written_here = config.is_file() and config.read_text(errors="replace") == _CONFIG
-    for file in (config, output / _MODEL_FILE):
+    for file in (config, model):
         require(
             is_written_here or not os.path.lexists(file),
             f"--output {output}: {file.name} exists and is not of lowbit-tokenizer; give another "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.data.tokenizer import load_tokenizer, main, train_tokenizer
 from megatron_lowbit.errors import UserError, exit_on_user_error
 
@@ -177,6 +178,17 @@ def test_the_same_files_give_the_same_tokenizer(corpus, tmp_path):
     train(corpus, tmp_path / "b")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_tokenizer_in_a_folder_of_text_is_no_text(corpus, tmp_path):
+    """Neither a former one that is replaced, nor the one of a dataset."""
+    train(corpus, tmp_path / "a")
+    for _ in range(2):
+        train(corpus, corpus / "tok")
+        assert load(corpus / "tok").sha256 == load(tmp_path / "a").sha256
+    preprocess([corpus], corpus / "tok", str(tmp_path / "inside"))
+    preprocess([corpus], tmp_path / "a", str(tmp_path / "outside"), exclude=["tok"])
+    assert (tmp_path / "inside.bin").read_bytes() == (tmp_path / "outside.bin").read_bytes()
 
 
 def test_json_lines_are_read_by_key(tmp_path):
