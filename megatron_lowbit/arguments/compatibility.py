@@ -41,6 +41,14 @@ def refuse(rows: Rows) -> None:
         require(not given, error)
 
 
+def _rows(template: str, reasons: dict[str, tuple[str, object]]) -> Rows:
+    """Return the rows of flags, each with a reason and whether it is given, by one template."""
+    return {
+        template.format(flag=flag, reason=reason): given
+        for flag, (reason, given) in reasons.items()
+    }
+
+
 def attention_mask(args: Namespace) -> Rows:
     """Return runs whose layers ignore the mask of ``--reset-attention-mask``."""
     if not args.reset_attention_mask:
@@ -127,7 +135,7 @@ def distillation(args: Namespace) -> Rows:
     """Return arguments that exclude ``--distill-from``."""
     if args.distill_from is None:
         return {}
-    reasons = {
+    return _rows("{flag} with --distill-from: {reason}; omit one of them", {
         "--pipeline-model-parallel-size above 1": (
             "the teacher is not divided into stages", args.pipeline_model_parallel_size > 1
         ),
@@ -141,16 +149,14 @@ def distillation(args: Namespace) -> Rows:
         "--overlap-moe-expert-parallel-comm": (
             "its schedule passes by the teacher", args.overlap_moe_expert_parallel_comm
         ),
-    }  # fmt: skip
-    return {
-        f"{flag} with --distill-from: {reason}; omit one of them": given
-        for flag, (reason, given) in reasons.items()
-    }
+    })  # fmt: skip
 
 
 def megatron_fsdp(args: Namespace) -> Rows:
     """Return arguments with which Megatron-FSDP ends the run."""
-    reasons = {
+    if not args.use_megatron_fsdp:
+        return {}
+    return _rows("{flag} with --use-megatron-fsdp: {reason}", {
         "--async-save --async-strategy mcore": (
             "the first save ends in an error of Megatron-LM; omit --async-save",
             args.async_save and args.async_strategy == "mcore",
@@ -163,11 +169,7 @@ def megatron_fsdp(args: Namespace) -> Rows:
             "its hooks and parameters cannot be captured; omit one of them",
             args.cuda_graph_impl != "none",
         ),
-    }
-    return {
-        f"{flag} with --use-megatron-fsdp: {reason}": given and args.use_megatron_fsdp
-        for flag, (reason, given) in reasons.items()
-    }
+    })  # fmt: skip
 
 
 def schedules(args: Namespace) -> Rows:
@@ -214,7 +216,7 @@ def quantized_layers(args: Namespace) -> Rows:
     """Return arguments that would leave layers unquantized."""
     replaced = "a recipe takes the place of Megatron-LM's own"
     in_backward = "weight gradients are computed in the backward pass"
-    reasons = {
+    return _rows("{flag} under a recipe: {reason}; omit it", {
         "--delay-wgrad-compute": (in_backward, args.delay_wgrad_compute),
         "--overlap-dispatch-backward-with-experts-wgrad": (
             in_backward, args.overlap_dispatch_backward_with_experts_wgrad
@@ -228,26 +230,19 @@ def quantized_layers(args: Namespace) -> Rows:
         "--fp8-format": (replaced, args.fp8 is not None),
         "--fp4-format": (replaced, args.fp4 is not None),
         "--fp16": ("recipes quantize BF16 and FP32", vars(args).get("fp16")),
-    }  # fmt: skip
-    return {
-        f"{flag} under a recipe: {reason}; omit it": given
-        for flag, (reason, given) in reasons.items()
-    }
+    })  # fmt: skip
 
 
 def output_layer(args: Namespace) -> Rows:
     """Return arguments with which Megatron-LM computes the output layer's products itself."""
     shards = vars(args).get("gtp_weight_remat_size", 1)
-    reasons = {
+    template = "{flag} does not go with a recipe's output_layer: {reason}; omit one of them"
+    return _rows(template, {
         "--defer-embedding-wgrad-compute": (
             "its wgrad, after the last microbatch, is in BF16", args.defer_embedding_wgrad_compute
         ),
         "--tensor-parallel-num-weight-shards": ("its weight would not be whole", shards > 1),
-    }  # fmt: skip
-    return {
-        f"{flag} does not go with a recipe's output_layer: {reason}; omit one of them": given
-        for flag, (reason, given) in reasons.items()
-    }
+    })  # fmt: skip
 
 
 def mxnorm(args: Namespace, recipe: Recipe) -> Rows:
