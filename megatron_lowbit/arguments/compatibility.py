@@ -255,6 +255,9 @@ def mxnorm(args: Namespace, recipe: Recipe) -> Rows:
         ),
         "--mxnorm needs --transformer-impl local": args.transformer_impl != "local",
         "--mxnorm needs --normalization RMSNorm": args.normalization != "RMSNorm",
+        "--mxnorm excludes --apply-layernorm-1p: its gains are w, not 1 + w; omit one of them": (
+            args.layernorm_zero_centered_gamma
+        ),
     }
 
 
@@ -288,6 +291,7 @@ def fused_allreduce_norm(args: Namespace) -> Rows:
         "--hidden-dropout 0": args.hidden_dropout == 0.0,
         "a model without --sequence-parallel": not args.sequence_parallel,
         "a model without --num-experts": args.num_experts is None,
+        "a model without --apply-layernorm-1p": not args.layernorm_zero_centered_gamma,
         "a GPT": args.hybrid_layer_pattern is None,
     }
     missing = [name for name, holds in needs.items() if not holds]

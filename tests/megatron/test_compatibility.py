@@ -175,6 +175,7 @@ FUSED = {
         ("normalization", "LayerNorm", "--normalization RMSNorm"),
         ("hidden_dropout", 0.1, "--hidden-dropout 0"),
         ("num_experts", 2, "a model without --num-experts"),
+        ("layernorm_zero_centered_gamma", True, "a model without --apply-layernorm-1p"),
         ("hybrid_layer_pattern", "M*", "a GPT"),
     ],
 )
@@ -182,6 +183,15 @@ def test_the_fused_all_reduce_says_what_it_needs(name, value, needed):
     assert len(hooks(["bf16"], **FUSED)) == 1
     with pytest.raises(UserError, match=f"^--fused-allreduce-norm needs {needed}$"):
         hooks(["bf16"], **{**FUSED, name: value})
+
+
+def test_mxnorm_refuses_gains_of_1_plus_weight():
+    args = Namespace(**{**USUAL, "mxnorm": True, "normalization": "RMSNorm"})
+    recipe = load_recipe("mxfp8")
+    compatibility.check(args, recipe)
+    args.layernorm_zero_centered_gamma = True
+    with pytest.raises(UserError, match=r"^--mxnorm excludes --apply-layernorm-1p: "):
+        compatibility.check(args, recipe)
 
 
 DISPATCH = {
