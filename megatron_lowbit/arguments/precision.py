@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes import load_recipes, shipped_recipes
-from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, for_sides
+from megatron_lowbit.recipes import load_recipes
+from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, check_names, for_sides
 
 INSTALL_TRANSFORMER_ENGINE = (
     "pip install --no-build-isolation 'transformer_engine[pytorch]==2.20.2'"
@@ -123,13 +123,9 @@ def translate_precision(
 def _choose(args: Namespace, words: CommandLine, machine: Machine) -> tuple[list[_Side], str]:
     """Choose one recipe, or one for each pass, or none; return them with the reason."""
     if args.precision_recipe is not None:
-        names = ", ".join(shipped_recipes())
-        require(
-            bool(args.precision_recipe), f"--precision-recipe needs a YAML file or one of {names}"
-        )
+        check_names(args.precision_recipe)
         for flag in _UPSTREAM_ONLY:
             require(flag not in words, f"--precision-recipe excludes {flag}: omit one of them")
-        require(len(args.precision_recipe) <= 2, "--precision-recipe takes at most two recipes")
         recipes, reason = args.precision_recipe, "--precision-recipe names it"
     elif args.fp8 and args.fp4:
         raise UserError("--fp8-format excludes --fp4-format: --fp8-recipe FP8 --fp4-recipe FP4 "

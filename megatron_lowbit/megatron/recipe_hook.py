@@ -96,12 +96,12 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     """
     workarounds.use_prebuilt_dataset_helpers()
     follow_schedule_arguments()
-    record_recipe(args)
-    if args.gradient_accumulation_fusion:
-        workarounds.fuse_gradient_accumulation()
     recipe = None
     if args.precision_recipe is not None:
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    record_recipe(args)
+    if args.gradient_accumulation_fusion:
+        workarounds.fuse_gradient_accumulation()
     compatibility.check(args, recipe)
     check_loads(args)
     if args.cross_entropy_fusion_impl in LOSSES:

@@ -62,10 +62,18 @@ def load_recipe(name_or_path: str | PathLike[str], overrides: str | Sequence[str
 
 def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe of a command line: one, or two as :func:`load_combined` takes them."""
+    check_names(names)
     if len(names) == 1:
         return load_recipe(names[0], overrides)
     forward, backward = names
     return load_combined(forward, backward, overrides)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise UserError unless ``--precision-recipe`` names one recipe or two."""
+    known = ", ".join(shipped_recipes())
+    require(bool(names), f"--precision-recipe needs a YAML file or one of {known}")
+    require(len(names) <= 2, "--precision-recipe takes at most two recipes")
 
 
 def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -34,6 +34,15 @@ def test_a_recipe_is_one_hook_and_none_changes_nothing():
     assert hooks(None, cuda_graph_impl="transformer_engine") == []
 
 
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [([], "needs a YAML file or one of "), (["bf16"] * 3, "takes at most")],
+)
+def test_a_script_of_ones_own_gives_one_recipe_or_two(names, problem):
+    with pytest.raises(UserError, match=f"^--precision-recipe {problem}"):
+        hooks(names)
+
+
 def test_local_experts_with_biases_are_trained_by_a_hook():
     assert hooks(None, num_experts=2) == [train_biases_of_experts]
     assert hooks(None, num_experts=2, add_bias_linear=False) == []
