@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lowbit.kernels.routes import Format, route
 from megatron_lowbit.kernels.split import Rows
 from megatron_lowbit.numerics import (
     Accumulation,
@@ -162,9 +163,7 @@ class Engine:
         y = reference_gemm(lhs, rhs, bias, accumulation, out_dtype, self.arithmetic)
         return y if into is None else accumulate_into(*into, y)
 
-    def describe(
-        self, lhs: BlockFormat | None, rhs: BlockFormat | None, folding: bool = True
-    ) -> str:
+    def describe(self, lhs: Format, rhs: Format, folding: bool = True) -> str:
         """Describe how two formats (None: high precision) are multiplied."""
         return "dequantized to FP32, FP32 sums"
 
@@ -254,6 +253,20 @@ class ReferenceEngine(Engine):
     """The reference arithmetic in eager torch, on any device."""
 
     name = "reference"
+
+
+class PlannedEngine(Engine):
+    """The engine of GPUs of one compute capability, as far as other machines can describe it."""
+
+    name = "fused"
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
+        self.capability = capability
+
+    def describe(self, lhs: Format, rhs: Format, folding: bool = True) -> str:
+        """Describe the route of two formats and its sums."""
+        return str(route(lhs, rhs, self.capability, folding))
 
 
 def accumulate_into(out: Tensor, beta: bool, product: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_lowbit.arguments.parse import on_described_machine
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.kernels.engine import Engine
-from megatron_lowbit.kernels.routes import Format, route
+from megatron_lowbit.kernels.engine import PlannedEngine
 from megatron_lowbit.megatron.layers.state import layer_states
 from megatron_lowbit.megatron.recipe_hook import (
     RecipeHook,
@@ -106,24 +105,10 @@ def model_stages(
         hook.check(layers)
         if on_gpus is not None and capability is not None:
             if args.quantization_engine == "auto":
-                hook.engine = _PlannedEngine(capability)
+                hook.engine = PlannedEngine(capability)
             hook.args = on_gpus
             hook.show(layers, weights, capability)
     return stages
-
-
-class _PlannedEngine(Engine):
-    """The engine of GPUs that this machine lacks: only its description."""
-
-    name = "fused"
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
-        self.capability = capability
-
-    def describe(self, lhs: Format, rhs: Format, folding: bool = True) -> str:
-        """Describe the route of two formats and its sums."""
-        return str(route(lhs, rhs, self.capability, folding))
 
 
 @contextmanager
