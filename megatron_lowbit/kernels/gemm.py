@@ -126,7 +126,8 @@ def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]
 def tensor_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, dtype: torch.dtype, into: Into = None
 ) -> Tensor:
-    """Multiply FP8 with a scale per tensor."""
+    """Multiply FP8 with a scale per tensor; other codes are folded to it first."""
+    lhs, rhs = folded_pair(lhs, rhs)
     # Blocks of different lengths pad K differently.
     padded = max(lhs.codes.shape[1], rhs.codes.shape[1])
     a, b = (_aligned(operand.codes, least=padded) for operand in (lhs, rhs))
@@ -154,13 +155,6 @@ def _row_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
     codes, scales = _aligned(operand.codes), operand.scales
     missing = codes.shape[0] - scales.shape[0]
     return codes, F.pad(scales, (0, 0, 0, missing), value=1.0) if missing else scales
-
-
-def folded_product(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, dtype: torch.dtype, into: Into = None
-) -> Tensor:
-    """Multiply codes folded to FP8 with a scale per tensor, now or when they were written."""
-    return tensor_product(*folded_pair(lhs, rhs), dtype, into)
 
 
 def folded_pair(
@@ -205,7 +199,7 @@ GEMMS = {
     routes.BLOCKS: block_product,
     routes.TENSORS: tensor_product,
     routes.ROWS: row_product,
-    routes.FOLDED: folded_product,
+    routes.FOLDED: tensor_product,
     routes.EXACT: exact_product,
 }
 """Function of each route; what is dequantized is multiplied by the reference."""
