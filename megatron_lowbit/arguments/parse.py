@@ -104,9 +104,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     lines = _translate(args, words, machine)
     if os.environ.get("RANK", "0") == "0":
         say(*lines)
-    splits = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    if machine.capability is None and splits:
-        # Megatron-LM's validation demands it; nothing on a CPU reads it.
+    if machine.capability is None:
+        # Megatron-LM's validation demands it of some layouts; nothing on a CPU reads it.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     tokens = words.tokens()
     ranks = args.dry_run_world_size
