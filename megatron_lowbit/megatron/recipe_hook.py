@@ -343,14 +343,11 @@ def _describe(
         capability = capability or torch.cuda.get_device_capability()
         lines = {}
         for layer in layers:
-            name, precision = (
-                recipe.config_for(layer) or "high precision",
-                recipe.precision_for(layer),
-            )
+            name, precision = recipe.config_for(layer), recipe.precision_for(layer)
             whose = kernels(precision, capability)
             if layer.is_output:
                 name, whose = layer.path, "this project's" if precision.quantized else "torch's"
-            lines[f"  {name}: {whose} kernels"] = None
+            lines[f"  {name or 'high precision'}: {whose} kernels"] = None
         yield from lines
         why = "Transformer Engine's take multiples of 16, in MXFP8 of 32"
         for rows, columns in sorted(misfits(weights, capability)):

@@ -99,9 +99,7 @@ def misfits(
     return {
         tuple(shape)
         for shape, precision in weights
-        if precision.quantized
-        and layer_recipe(precision, capability) is not None
-        and layer_recipe(precision, capability, shape) is None
+        if (recipe := layer_recipe(precision, capability)) and not recipe.multiplies(shape)
     }
 
 
