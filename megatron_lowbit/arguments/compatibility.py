@@ -7,7 +7,7 @@ whether the combination is given. Training, dry runs and plans read all of them 
 from argparse import Namespace
 
 from megatron_lowbit.arguments.graph_compatibility import Rows, cuda_graphs, graphs_of_experts
-from megatron_lowbit.arguments.parse import on_described_machine
+from megatron_lowbit.arguments.parse import OF_RECIPES, on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe
@@ -23,7 +23,10 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]
     rows += [megatron_fsdp(args), schedules(args), gemma_layers(args), document_masks(args)]
     rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
-    if recipe is not None:
+    if recipe is None:
+        given = {flag: vars(args)[flag[2:].replace("-", "_")] for flag in OF_RECIPES}
+        rows.append({f"{flag} needs a recipe, such as bf16": on for flag, on in given.items()})
+    else:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))
         if recipe.takes_output_layer:
@@ -73,6 +76,7 @@ def local_layers(args: Namespace) -> Rows:
     latent = args.multi_latent_attention and args.tensor_model_parallel_size > 1
     biases = args.num_experts is not None and args.add_bias_linear
     virtual = args.virtual_pipeline_model_parallel_size is not None
+    windows = args.window_size and args.reset_attention_mask
     return {
         f"--context-parallel-size {args.context_parallel_size} {local} its attention divides no "
         "sequences; it must be 1": args.context_parallel_size > 1,
@@ -83,9 +87,7 @@ def local_layers(args: Namespace) -> Rows:
         f"--moe-grouped-gemm {local} grouped experts have no biases; give --disable-bias-linear, "
         "or omit it": biases and args.moe_grouped_gemm,
         "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
-        "layers with a window ignore the mask; omit --reset-attention-mask": (
-            args.window_size and args.reset_attention_mask
-        ),
+        "layers with a window ignore the mask; omit --reset-attention-mask": windows,
         f"--cuda-graph-impl local {local} Megatron-LM reuses memory that torch's norms need in "
         "backward; give --cuda-graph-impl transformer_engine": args.cuda_graph_impl == "local",
         f"--cuda-graph-impl transformer_engine {local} layers in virtual pipeline stages have "
@@ -174,15 +176,15 @@ def megatron_fsdp(args: Namespace) -> Rows:
 
 def schedules(args: Namespace) -> Rows:
     """Return models that ``--overlap-moe-expert-parallel-comm`` does not train."""
-    flag, overlaps = "--overlap-moe-expert-parallel-comm", args.overlap_moe_expert_parallel_comm
+    flag = "--overlap-moe-expert-parallel-comm"
+    if not args.overlap_moe_expert_parallel_comm:
+        return {}
     splits = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
     return {
         f"{flag} needs a GPT: Megatron-LM does not divide hybrids into communication and "
-        "computation; omit it": overlaps and args.hybrid_layer_pattern,
+        "computation; omit it": args.hybrid_layer_pattern,
         # Megatron-LM refuses it in the forward pass that its schedule passes by.
-        f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel": (
-            overlaps and splits
-        ),
+        f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel": splits,
     }
 
 

@@ -62,6 +62,10 @@ _REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
 _OF_QUANTIZED_LAYERS = (
     "--eval-precision", "--quantization-engine", "--log-quantization-error-interval", *BF16_BLOCKS,
 )  # fmt: skip
+OF_RECIPES = (
+    "--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather", "--quantized-expert-dispatch",
+)  # fmt: skip
+"""Arguments that only the layers of a recipe read."""
 OF_GPUS = (
     "cuda_graph_impl", "cuda_graph_modules", "transformer_impl", "masked_softmax_fusion",
     "bias_swiglu_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
@@ -175,10 +179,7 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     check_layers(args, machine)
     lines = translate_precision(args, words, machine)
     has_recipe = "--precision-recipe" in words
-    for flag in (
-        "--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather",
-        "--quantized-expert-dispatch",
-    ):  # fmt: skip
+    for flag in OF_RECIPES:
         require(has_recipe or flag not in words, f"{flag} needs a recipe, such as bf16")
     if not (has_recipe or args.fp8 or args.fp4):
         idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]

@@ -43,6 +43,16 @@ def test_a_script_of_ones_own_gives_one_recipe_or_two(names, problem):
         hooks(names)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["mxnorm", "fused_allreduce_norm", "quantized_param_gather", "quantized_expert_dispatch"],
+)
+def test_a_script_of_ones_own_gives_no_argument_of_recipes_without_one(name):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"^{flag} needs a recipe, such as bf16$"):
+        hooks(None, **{name: True})
+
+
 def test_local_experts_with_biases_are_trained_by_a_hook():
     assert hooks(None, num_experts=2) == [train_biases_of_experts]
     assert hooks(None, num_experts=2, add_bias_linear=False) == []
