@@ -35,7 +35,7 @@ class Shards:
     allreduce_dgrad: bool = False
 
     def max_over_group(self, amax: Tensor) -> Tensor:
-        """Return the group's tensor amax; infinity where a rank's is not finite."""
+        """Return the group's tensor amaxes; infinity where a rank's is not finite."""
         # Backends differ on the larger of NaN and a number.
         amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)

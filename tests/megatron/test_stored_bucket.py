@@ -18,7 +18,7 @@ from megatron_lowbit import load_recipe
 from megatron_lowbit.kernels.engine import ReferenceEngine, Transposed
 from megatron_lowbit.layers import LinearContext, WeightCache
 from megatron_lowbit.megatron.features.stored_bucket import Packed, StoredBucket, cut_rows
-from megatron_lowbit.numerics import quantize
+from megatron_lowbit.numerics import FORMATS, quantize
 
 RANKS = 3
 # The recipe's own configuration, and the format of its weights with its options.
@@ -36,6 +36,8 @@ TWO_SETS = {
 # Weights are cut within blocks by the ranks' limits, at 6912 and 13824 elements.
 SHAPES = {"a": (96, 64), "norm": (64,), "b": (200, 64), "c": (16, 32), "bias": (33,)}
 LENGTH = 20736
+NOT_FINITE = 2
+"""Step after which a weight has a NaN, on one rank."""
 
 
 def placed() -> dict[str, tuple[int, int]]:
@@ -51,13 +53,16 @@ def placed() -> dict[str, tuple[int, int]]:
 
 def parameters(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {
+    values = {
         # Magnitudes grow along the rows: tensors' amaxes are on the last rank with a part.
         name: (torch.randn(shape, generator=generator) * torch.arange(1, shape[0] + 1).view(
             -1, *[1] * (len(shape) - 1)
         )).bfloat16()
         for name, shape in SHAPES.items()
     }  # fmt: skip
+    if step == NOT_FINITE:
+        values["b"][150, 0] = torch.nan
+    return values
 
 
 class Model:
@@ -122,10 +127,12 @@ def check_codes(
     recipe: str, config: str, format: str, options: dict, one_set: bool, has_main: bool = True
 ) -> None:
     model = Model(recipe, config)
+    # In other formats a NaN fills its block's padding, of which a transpose has another one.
+    steps = 3 if has_main and FORMATS[format].tensor_scaled else 2
     with torch.no_grad():
         stored = model.store()
         assert stored.gathers_codes == one_set
-        for step in range(2):
+        for step in range(steps):
             model.update(stored, step, not one_set, has_main)
             sizes: list[int] = []
             with pytest.MonkeyPatch.context() as patch:
@@ -178,8 +185,9 @@ def same(found, expected) -> None:
     for name in ("codes", "scales", "tensor_scale"):
         one, other = getattr(found, name), getattr(expected, name)
         assert one.dtype == other.dtype and one.shape == other.shape, name
-        bits = [x.contiguous().view(torch.uint8) if x.ndim else x for x in (one, other)]
-        assert torch.equal(*bits), name
+        if one.is_floating_point():
+            one, other = one.float().nan_to_num(nan=-1.0), other.float().nan_to_num(nan=-1.0)
+        assert torch.equal(one, other), name
 
 
 def test_codes_of_three_ranks_are_those_of_whole_weights(run_ranks):

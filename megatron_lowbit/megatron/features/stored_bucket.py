@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from megatron_lowbit.kernels.engine import Transposed
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.operands import quantize_weight
+from megatron_lowbit.layers.sharding import Shards
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.gemms import Gemm, Role
 
@@ -324,7 +325,7 @@ class StoredBucket:
                 request = weight.request(len(rows[n]))
                 rank_amaxes[number] = weight.context.engine.amaxes(rows[n], request, None)[0]
         if self.gathers_codes and self.ranks > 1:
-            dist.all_reduce(rank_amaxes, op=dist.ReduceOp.MAX, group=self.group)
+            rank_amaxes = Shards(self.group).max_over_group(rank_amaxes)
         for number, n in enumerate(scaled):
             # The recipe may also want the maximum over tensor-parallel ranks.
             amaxes[n] = self._weights[n].context.scale_amax(
