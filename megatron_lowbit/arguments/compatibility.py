@@ -110,15 +110,14 @@ def document_masks(args: Namespace) -> Rows:
     padding = f"--pad-documents-to-multiple-of {multiple}"
     if not args.dataloader_inter_document_masking:
         return {f"{padding} needs {flag}": multiple != 1}
-    stages, parts = args.pipeline_model_parallel_size > 1, 2 * args.context_parallel_size
+    parts = 2 * args.context_parallel_size
+    exchanges_batches = args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1
     reasons = {
         "Transformer Engine layers, and so a GPU": args.transformer_impl != "transformer_engine",
         "a GPT: Mamba layers carry states over documents": args.hybrid_layer_pattern is not None,
         f"--pad-documents-to-multiple-of {parts}, or a multiple of that: each rank has two equal "
         "parts of every document": parts > 2 and multiple > 0 and multiple % parts != 0,
-        "--micro-batch-size 1 in a pipeline: stages exchange one sequence": (
-            stages and args.micro_batch_size > 1
-        ),
+        "--micro-batch-size 1 in a pipeline: stages exchange one sequence": exchanges_batches,
         "--cuda-graph-impl none: documents differ in every micro batch": (
             args.cuda_graph_impl != "none"
         ),
@@ -191,12 +190,12 @@ def schedules(args: Namespace) -> Rows:
 def gemma_layers(args: Namespace) -> Rows:
     """Return models that exclude the parts of Gemma 3's and Granite's layers."""
     other = args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu)
-    rows: Rows = {"--geglu: the model has another activation already; give one of them": other}
-    is_scaled = args.residual_multiplier != 1
-    rows["--residual-multiplier does not go with --sandwich-norm"] = (
-        is_scaled and args.sandwich_norm
-    )
-    if args.sandwich_norm or args.window_rotary_base or is_scaled:
+    is_scaled, base = args.residual_multiplier != 1, args.window_rotary_base
+    rows: Rows = {
+        "--geglu: the model has another activation already; give one of them": other,
+        "--residual-multiplier does not go with --sandwich-norm": is_scaled and args.sandwich_norm,
+    }
+    if args.sandwich_norm or base or is_scaled:
         excluded = {
             "--transformer-impl transformer_engine": args.transformer_impl != "local",
             "--mxnorm": args.mxnorm,
@@ -208,10 +207,11 @@ def gemma_layers(args: Namespace) -> Rows:
             f"--sandwich-norm, --residual-multiplier, --window-rotary-base exclude {flag}": given
             for flag, given in excluded.items()
         }
-        rows["--window-rotary-base needs --position-embedding-type rope"] = (
-            args.window_rotary_base and args.position_embedding_type != "rope"
-        )
-    return rows
+    is_rotary = args.position_embedding_type == "rope"
+    return rows | {
+        "--window-rotary-base needs --position-embedding-type rope": base and not is_rotary,
+        "--window-rotary-base needs --window-size": base and not args.window_size,
+    }
 
 
 def quantized_layers(args: Namespace) -> Rows:

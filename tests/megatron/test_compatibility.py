@@ -258,6 +258,7 @@ def test_what_sending_codes_to_experts_needs_and_excludes(name, value, reason):
         ({"window_rotary_base": 10000, "context_parallel_size": 2}, "--context-parallel-size"),
         ({"window_rotary_base": 10000, "hybrid_layer_pattern": "M*"}, "--hybrid-layer-pattern"),
         ({"window_rotary_base": 10000, "position_embedding_type": "none"}, "needs --position-emb"),
+        ({"window_rotary_base": 10000}, "^--window-rotary-base needs --window-size$"),
     ],
 )
 def test_parts_of_gemma_that_do_not_go_together_are_refused(changes, named):

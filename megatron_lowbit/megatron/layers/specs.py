@@ -99,6 +99,7 @@ class WindowRotaryAttention(SelfAttention):
         layer_number: int,
         *args: Any,
         window_rotary_base: int,
+        rotary_percent: float,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
@@ -107,7 +108,8 @@ class WindowRotaryAttention(SelfAttention):
         if is_layer_window_attention(config.window_size, skip, layer_number):
             self.window_rotary = RotaryEmbedding(
                 config.kv_channels,
-                rotary_percent=1.0,
+                rotary_percent,
+                config.rotary_interleaved,
                 rotary_base=window_rotary_base,
                 use_cpu_initialization=config.use_cpu_initialization,
             )
@@ -157,7 +159,8 @@ def _with_gemma_parts(config: TransformerConfig, args: Namespace, spec: Any) -> 
         changes = {"self_attn_bda": scale_and_add, "mlp_bda": scale_and_add}
     if args.window_rotary_base:
         attention = spec.self_attention
-        params = {**attention.params, "window_rotary_base": args.window_rotary_base}
+        names = ("window_rotary_base", "rotary_percent")
+        params = {**attention.params, **{name: getattr(args, name) for name in names}}
         changes["self_attention"] = dataclasses.replace(
             attention, module=WindowRotaryAttention, params=params
         )
