@@ -175,7 +175,7 @@ def lowbit_grouped_linear(
     weights: Sequence[Tensor],
     contexts: GroupContext | Sequence[LinearContext | None],
     tokens_per_expert: TokensPerExpert,
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """Compute ``x_e @ weight_e.T + bias_e`` for the tokens of each expert e.
 
@@ -189,7 +189,7 @@ def lowbit_grouped_linear(
         tokens_per_expert: their numbers, of sum T. An expert without tokens has nothing to
             quantize, and no amax to record. The host waits for those on the device unless
             :func:`counts_on_device`.
-        biases: (N,) of each expert, or None.
+        biases: (N,) of each expert, or None; None for no biases.
 
     Returns:
         (T, N) in x's dtype.
@@ -207,7 +207,7 @@ def lowbit_grouped_linear(
         y: Tensor = _GroupedLinear.apply(values, codes, rows, permutation, group, *weights)  # type: ignore[no-untyped-call]
         return y
     parts = permuted(x, tokens_per_expert).split(counts_on_host(tokens_per_expert))
-    products = []
+    products, biases = [], biases or [None] * len(weights)
     for part, weight, one, bias in zip(parts, weights, contexts, biases, strict=True):
         if one is None or not len(part):
             products.append(F.linear(part, weight, bias))

@@ -48,11 +48,8 @@ class GroupedLinear(torch.nn.ModuleList):
         contexts = self._contexts(x.dtype is self[0].weight.dtype is torch.bfloat16)
         if contexts is not None:
             weights = [linear.weight for linear in self]
-            biases = [None] * len(self)
             operand = self[0].layer_state.operand_of(x)
-            return lowbit_grouped_linear(
-                operand, weights, contexts, tokens_per_expert, biases
-            ), None
+            return lowbit_grouped_linear(operand, weights, contexts, tokens_per_expert), None
         parts = permuted(x, tokens_per_expert).split(counts_on_host(tokens_per_expert))
         products = [linear(part)[0] for linear, part in zip(self, parts, strict=True)]
         return torch.cat(products), None
@@ -174,7 +171,7 @@ class _GroupedProduct:
             return self.high_precision(permuted(x, tokens_per_expert), counts)
         experts = range(len(states))
         biases = [getattr(module, f"bias{i}") if module.use_bias else None for i in experts]
-        added = biases if adds_bias else [None] * len(states)
+        added = biases if adds_bias else None
         weights = [getattr(module, f"weight{i}") for i in experts]
         operand = states[0].operand_of(x)
         y = lowbit_grouped_linear(operand, weights, contexts, tokens_per_expert, added)
