@@ -161,6 +161,10 @@ class StoredBucket:
         bucket: Megatron-LM's bucket, with ``param_data`` and ``param_to_index``.
         group: ranks that share it.
         contexts: a context for each weight to be stored, with the layer's cache.
+
+    Attributes:
+        replaced_bytes: bytes of the stored weights in the bucket's precision.
+        whole_bytes: bytes of other ranks' shares in the bucket's precision.
     """
 
     def __init__(
@@ -169,6 +173,8 @@ class StoredBucket:
         self.data: Tensor = bucket.param_data
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.shard = len(self.data) // self.ranks
+        self.replaced_bytes = sum(weight.nbytes for weight in contexts)
+        self.whole_bytes = self.data.nbytes - self.shard * self.data.itemsize
         self._places = sorted(bucket.param_to_index.items(), key=lambda item: item[1])
         self._others = [(s, e, p) for p, (s, e) in self._places if p not in contexts]
         self.gathers_codes = all(c.precision.weight_in_one_set for c in contexts.values())
@@ -221,17 +227,6 @@ class StoredBucket:
         """Bytes of the stored codes and scales."""
         twice = (side for _, c in self._two_code_sets for side in c.weight_cache.operands or ())
         return sum(p.memory.nbytes for p in self._codes) + sum(side.nbytes for side in twice)
-
-    @property
-    def replaced_bytes(self) -> int:
-        """Bytes of the stored weights in the bucket's precision."""
-        others = sum(end - start for start, end, _ in self._others)
-        return (sum(end - start for _, (start, end) in self._places) - others) * self.data.itemsize
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of other ranks' shares in the bucket's precision."""
-        return self.data.nbytes - self.shard * self.data.itemsize
 
     @property
     def gathered_bytes(self) -> int:
