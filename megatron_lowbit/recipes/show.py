@@ -188,12 +188,10 @@ def precision_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = Fals
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True)
     for group, members in _groups(recipe, layers, mxnorm).items():
-        label = [
-            line
-            for blocks, names in members.items()
-            for where in (f"{group.matcher}, blocks {blocks}:" if blocks else f"{group.matcher}:",)
-            for line in (where, *(f" {name}" for name in names))
-        ]
+        label = []
+        for blocks, names in members.items():
+            where = f"{group.matcher}, blocks {blocks}" if blocks else group.matcher
+            label += [f"{where}:", *(f" {name}" for name in names)]
         rows = [
             (gemm if number == 0 else "", *rest)
             for gemm, of_gemm in groupby(_rows(group), lambda row: row[0])
