@@ -223,11 +223,9 @@ def check_samples(args: Namespace) -> None:
     Megatron-LM builds them before training: each sample's position in the data, and its order.
     """
     batch = args.global_batch_size
-    flag, length = "--train-iters", args.train_iters
-    if args.train_samples:
-        flag, length = "--train-samples", args.train_samples
+    unit = "samples" if args.train_samples else "iters"
     trained = args.train_samples or (args.train_iters or 0) * batch
-    _check_index(f"{flag} {length}", trained)
+    _check_index(f"--train-{unit} {getattr(args, f'train_{unit}')}", trained)
     if not args.full_validation:
         evaluations = trained // (batch * args.eval_interval) + 1
         evaluated = evaluations * args.eval_iters * (args.eval_global_batch_size or batch)

@@ -192,9 +192,8 @@ def _check_parts(
             blend, bounds, argument = config.blend, parts[number], "--data-path"
         else:
             blend, bounds, argument = parts[number], (0.0, 1.0), _per_split_argument(args, number)
-        for prefix, samples in zip(
-            blend[0], _samples_of_each(blend, num_samples[number]), strict=True
-        ):
+        samples_of_each = _samples_of_each(blend, num_samples[number])
+        for prefix, samples in zip(blend[0], samples_of_each, strict=True):
             if args.sft:
                 config.files[prefix].check_part(name, bounds, argument)
                 continue
