@@ -218,9 +218,11 @@ def test_hooks_see_the_layers_of_an_mlp(layers, name, register):
     assert upstream_calls(layers, mlp, tokens()) == 0
 
 
-def test_quantization_logs_measure_the_layers_of_an_mlp(layers, monkeypatch):
+@pytest.mark.parametrize("group", [SimpleNamespace(rank=lambda: 0), None])
+def test_quantization_logs_measure_the_layers_of_an_mlp(layers, group, monkeypatch):
+    """Projections to latents, which every rank has whole, are in no tensor-parallel group."""
     mlp = mlp_of(layers)
-    mlp.linear_fc2.tp_group = SimpleNamespace(rank=lambda: 0)
+    mlp.linear_fc2.tp_group = group
     monkeypatch.setattr("megatron_lowbit.megatron.features.logs.gather_from_ranks", lambda x: [x])
     measurement = Measurement([mlp], 0)
     results(mlp, mlp)

@@ -139,7 +139,8 @@ class Measurement:
         )
         with torch.no_grad():
             self._add(path, gemm_sums(context, Gemm.FPROP, x, weight))
-        rank = module.tp_group.rank()
+        # Transformer Engine's layers that every rank has whole are in no group.
+        rank = 0 if module.tp_group is None else module.tp_group.rank()
         y.register_hook(partial(self._watch_grad, path, context, x, weight, rank))
 
     @torch.no_grad()
