@@ -275,7 +275,7 @@ def _inputs(job: Job) -> dict[str, str]:
     read = expand_files(words)
     sha256 = hashlib.sha256(json.dumps(read).encode()).hexdigest()
     digests = {word: sha256 for word in words if word.startswith("@")}
-    for word in [job.command[1], *read]:
+    for word in [*job.command[1:2], *read]:
         name = word.partition("=")[2] if word.startswith("--") else word
         if file := next(filter(os.path.isfile, (name, f"{name}.bin")), None):
             digests[name] = _digest(name, os.stat(file).st_mtime_ns)
