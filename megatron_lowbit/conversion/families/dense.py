@@ -44,6 +44,7 @@ MLP = {
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
 QKV_BIAS = {"self_attention.linear_qkv.bias": "self_attn.{q,k,v}_proj.bias"}
+ATTENTION_BIASES = {**QKV_BIAS, "self_attention.linear_proj.bias": "self_attn.o_proj.bias"}
 QKV_PROJ = {"self_attention.linear_qkv.weight": "self_attn.qkv_proj.weight"}
 GATE_UP_MLP = MLP | {"mlp.linear_fc1.weight": "mlp.gate_up_proj.weight"}
 UNGATED_MLP = MLP | {"mlp.linear_fc1.weight": "mlp.up_proj.weight"}

@@ -12,6 +12,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import (
     ALL_WINDOWS,
     ATTENTION,
+    ATTENTION_BIASES,
     LLAMA,
     MLP,
     QKV_BIAS,
@@ -47,11 +48,9 @@ EXPERTS = {
 }
 _GPT_OSS_LAYER = {
     **ATTENTION,
-    "self_attention.linear_qkv.bias": "self_attn.{q,k,v}_proj.bias",
-    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    **ATTENTION_BIASES,
     "self_attention.core_attention.softmax_offset": "self_attn.sinks",
-    "mlp.experts.experts.*.linear_fc1.weight": "mlp.experts.*.{gate,up}_proj.weight",
-    "mlp.experts.experts.*.linear_fc2.weight": "mlp.experts.*.down_proj.weight",
+    **EXPERTS,
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.bias": "mlp.router.bias",
     "mlp.experts.experts.*.linear_fc1.bias": "mlp.experts.*.{gate,up}_proj.bias",

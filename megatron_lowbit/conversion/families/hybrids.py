@@ -17,7 +17,6 @@ from megatron_lowbit.conversion.family import (
     Family,
     integer,
     number_of_layers,
-    query_groups,
     untied,
 )
 from megatron_lowbit.conversion.mapping import Model, mamba_heads
@@ -28,6 +27,10 @@ _SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
             "mamba": "M", "attention": "*"}  # fmt: skip
 """Symbols of types of blocks. The last two names are from older files."""
 _TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+_OF_A_LLAMA = (
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "max_position_embeddings", "vocab_size",
+)  # fmt: skip
 _EPSILON = 1e-5
 """Epsilon of all norms: megatron-core fixes it for a Mamba block."""
 
@@ -107,17 +110,12 @@ NEMOTRON_H = Family(
         "hybrid_layer_pattern": Entry(
             "layers_block_type", _pattern, lambda pattern: [_TYPES[symbol] for symbol in pattern]
         ),
-        "hidden_size": integer("hidden_size"),
-        "ffn_hidden_size": integer("intermediate_size"),
-        "num_attention_heads": integer("num_attention_heads"),
-        "num_query_groups": Entry("num_key_value_heads", query_groups),
+        **{name: LLAMA.entries[name] for name in _OF_A_LLAMA},
         "kv_channels": integer("head_dim"),
-        "max_position_embeddings": integer("max_position_embeddings"),
         "mamba_state_dim": integer("ssm_state_size"),
         "mamba_head_dim": integer("mamba_head_dim"),
         "mamba_num_groups": integer("n_groups"),
         "mamba_num_heads": integer("mamba_num_heads"),
-        "vocab_size": integer("vocab_size"),
     },
     outer={
         "embedding.word_embeddings.weight": "backbone.embeddings.weight",
@@ -218,10 +216,6 @@ def _bamba_arguments(entries: Entries) -> dict[str, Any]:
     return {"num_layers": 2 * number_of_layers(entries), **rope_arguments(entries, "default")}
 
 
-_OF_A_LLAMA = (
-    "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "rotary_base", "max_position_embeddings", "untie_embeddings_and_output_weights", "vocab_size",
-)  # fmt: skip
 _BAMBA_BLOCKS = {
     "M": _mamba("input_layernorm", "mamba"),
     "*": {
@@ -237,7 +231,6 @@ _BAMBA_BLOCKS = {
 }
 BAMBA = NEMOTRON_H.variant(
     ("Bamba", "BambaForCausalLM", "bamba"),
-    without=NEMOTRON_H.entries,
     arguments={
         "swiglu": True,
         "squared_relu": False,
@@ -257,7 +250,9 @@ BAMBA = NEMOTRON_H.variant(
     },
     defaults={"num_key_value_heads": 8},
     entries={
-        **{name: LLAMA.entries[name] for name in _OF_A_LLAMA},
+        "kv_channels": LLAMA.entries["kv_channels"],
+        "rotary_base": LLAMA.entries["rotary_base"],
+        "untie_embeddings_and_output_weights": untied(False),
         "hybrid_layer_pattern": Entry("attn_layer_indices", _mixers, _attention_layers),
         "mamba_state_dim": integer("mamba_d_state"),
         "mamba_head_dim": Entry("mamba_d_head", _bamba_head),

@@ -148,9 +148,7 @@ DEEPSEEK_V2 = YOUTU.variant(
         "topk_method": "greedy",
     },
     defaults={"moe_intermediate_size": 1407, "n_shared_experts": 2, "q_lora_rank": 1536},
-    entries={
-        **{name: entry for name, entry in ROUTER_ENTRIES.items() if "group" not in name},
-    },
+    entries={name: entry for name, entry in ROUTER_ENTRIES.items() if "group" not in name},
     layers=dense_or_experts(
         _ATTENTION,
         {key: names for key, names in ROUTED_EXPERTS.items() if "expert_bias" not in key},

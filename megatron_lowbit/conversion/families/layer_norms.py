@@ -7,6 +7,7 @@ from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.families.dense import (
     ALL_WINDOWS,
     ATTENTION,
+    ATTENTION_BIASES,
     LLAMA,
     MLP,
     OUTER,
@@ -33,7 +34,12 @@ _ATTENTION = {
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
     "mlp.linear_fc1.layer_norm_bias": "post_attention_layernorm.bias",
 }
-_BIASES = {**QKV_BIAS, "self_attention.linear_proj.bias": "self_attn.o_proj.bias"}
+_C_MLP = {
+    "mlp.linear_fc1.weight": "mlp.c_fc.weight",
+    "mlp.linear_fc1.bias": "mlp.c_fc.bias",
+    "mlp.linear_fc2.weight": "mlp.c_proj.weight",
+    "mlp.linear_fc2.bias": "mlp.c_proj.bias",
+}
 _TANH_GELU, _GELU = ("gelu_new", "gelu_pytorch_tanh"), "gelu"
 
 
@@ -99,10 +105,7 @@ GPT2 = Family(
         "self_attention.linear_qkv.bias": "attn.c_attn.bias",
         "self_attention.linear_proj.weight": "attn.c_proj.weight",
         "self_attention.linear_proj.bias": "attn.c_proj.bias",
-        "mlp.linear_fc1.weight": "mlp.c_fc.weight",
-        "mlp.linear_fc1.bias": "mlp.c_fc.bias",
-        "mlp.linear_fc2.weight": "mlp.c_proj.weight",
-        "mlp.linear_fc2.bias": "mlp.c_proj.bias",
+        **_C_MLP,
         "self_attention.linear_qkv.layer_norm_weight": "ln_1.weight",
         "self_attention.linear_qkv.layer_norm_bias": "ln_1.bias",
         "mlp.linear_fc1.layer_norm_weight": "ln_2.weight",
@@ -136,14 +139,7 @@ STARCODER2 = LLAMA.variant(
         "window_size": window(),
     },
     outer=_OUTER,
-    layers={
-        **_ATTENTION,
-        **_BIASES,
-        "mlp.linear_fc1.weight": "mlp.c_fc.weight",
-        "mlp.linear_fc1.bias": "mlp.c_fc.bias",
-        "mlp.linear_fc2.weight": "mlp.c_proj.weight",
-        "mlp.linear_fc2.bias": "mlp.c_proj.bias",
-    },
+    layers={**_ATTENTION, **ATTENTION_BIASES, **_C_MLP},
 )
 
 STABLELM = LLAMA.variant(
@@ -190,7 +186,7 @@ JAIS2 = LLAMA.variant(
     outer=_OUTER,
     layers={
         **_ATTENTION,
-        **_BIASES,
+        **ATTENTION_BIASES,
         **UNGATED_MLP,
         "mlp.linear_fc1.bias": "mlp.up_proj.bias",
         "mlp.linear_fc2.bias": "mlp.down_proj.bias",

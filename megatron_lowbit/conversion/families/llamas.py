@@ -1,6 +1,7 @@
 """Llamas with biases, windows, other names, an ungated MLP, or factors of what is added up.
 
-These are Mistral, Ministral, CWM, Qwen2, Seed-OSS, SmolLM3, Phi-3, Arcee and Granite 3.
+These are Mistral, Ministral, CWM, Qwen2, Seed-OSS, SmolLM3, Phi-3, Arcee and Granite 3. The rotary
+embeddings of GLM, GLM-4, ERNIE 4.5 and Helium turn neighboring channels.
 """
 
 import math
@@ -11,6 +12,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import (
     ALL_WINDOWS,
     ATTENTION,
+    ATTENTION_BIASES,
     GATE_UP_MLP,
     LLAMA,
     MLP,
@@ -21,6 +23,7 @@ from megatron_lowbit.conversion.families.dense import (
     qwen_entries,
 )
 from megatron_lowbit.conversion.families.rope import (
+    TYPES_OF_PAIRS,
     rope_arguments,
     rope_entry,
     rotary_base,
@@ -40,8 +43,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
 _BIASES = {
-    **QKV_BIAS,
-    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    **ATTENTION_BIASES,
     "mlp.linear_fc1.bias": "mlp.{gate,up}_proj.bias",
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
 }
@@ -192,4 +194,46 @@ GRANITE = LLAMA_WITH_BIASES.variant(
             write=lambda factor: factor or 1.0
         ),
     },
+)
+
+
+_INTERLEAVED = LLAMA.variant(
+    arguments={"rotary_interleaved": True},
+    entries={"kv_channels": integer("head_dim", 128)},
+    more_arguments=lambda entries: rope_arguments(entries, *TYPES_OF_PAIRS),
+)
+
+GLM = _INTERLEAVED.variant(
+    ("GLM", "GlmForCausalLM", "glm"),
+    fixed={"hidden_act": "silu"},
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07},
+    entries={
+        "add_qkv_bias": boolean("attention_bias", True),
+        "rotary_percent": rotated_part(0.5),
+    },
+    layers={**ATTENTION, **QKV_BIAS, **GATE_UP_MLP},
+)
+
+GLM4 = GLM.variant(
+    ("GLM-4", "Glm4ForCausalLM", "glm4"),
+    arguments={"sandwich_norm": True},
+    layers={
+        **ATTENTION,
+        **QKV_BIAS,
+        **GATE_UP_MLP,
+        "self_attn_bda.post_layernorm.weight": "post_self_attn_layernorm.weight",
+        "mlp_bda.post_layernorm.weight": "post_mlp_layernorm.weight",
+    },
+)
+
+ERNIE = _INTERLEAVED.variant(
+    ("ERNIE-4.5", "Ernie4_5ForCausalLM", "ernie4_5"),
+    fixed={"hidden_act": "silu", "use_bias": False},
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500_000},
+    entries={"untie_embeddings_and_output_weights": untied(True)},
+)
+
+HELIUM = _INTERLEAVED.variant(
+    ("Helium", "HeliumForCausalLM", "helium"),
+    defaults={"num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 100_000},
 )
