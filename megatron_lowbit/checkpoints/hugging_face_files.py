@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import as_object, is_inside, parse_json, read_object
-from megatron_lowbit.storage.output_entries import COMPANIONS
-from megatron_lowbit.storage.resumable_output import ResumableOutput, in_files
+from megatron_lowbit.storage.resumable_output import COMPANIONS, ResumableOutput, in_files
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

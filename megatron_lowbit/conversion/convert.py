@@ -28,13 +28,13 @@ from megatron_lowbit.checkpoints.reader import (
 )
 from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, extra_states, write_iteration
 from megatron_lowbit.conversion import SHARD_BYTES
-from megatron_lowbit.conversion.engines import scales_lost_in_engines
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.families.rope import rope_entries, rope_type
 from megatron_lowbit.conversion.families.with_images import OF_IMAGES, RENAMED, text_config
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_experts
+from megatron_lowbit.conversion.layouts.layout import scales_lost_in_engines
 from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.conversion.quantized import (
     Quantization,

@@ -17,10 +17,9 @@ from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.checkpoints.reader import EMBEDDING, TensorSlice, other_name
 from megatron_lowbit.conversion.convert import planned_tensors
-from megatron_lowbit.conversion.engines import scales_lost_in_engines
 from megatron_lowbit.conversion.families import family_of
 from megatron_lowbit.conversion.layouts import LAYOUTS
-from megatron_lowbit.conversion.layouts.layout import Layout, Weight
+from megatron_lowbit.conversion.layouts.layout import Layout, Weight, scales_lost_in_engines
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantized import (
     check_weight,
