@@ -226,9 +226,10 @@ def _folder(output: Path, name: str, seed: int) -> Path:
 
 def planned_iterations(job: Job) -> int | None:
     """Return the number of iterations that a job's arguments ask for; None if they do not."""
-    words = expand_files(job.command)
-    given = dict(pairwise(words))
-    given |= dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    given = {}
+    for word, following in pairwise([*expand_files(job.command), ""]):
+        flag, equals, value = word.partition("=")
+        given[flag] = value if equals else following
     try:
         if "--train-samples" in given:
             return int(given["--train-samples"]) // int(given["--global-batch-size"])

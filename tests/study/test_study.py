@@ -121,6 +121,8 @@ def test_the_cause_of_a_failure_is_in_the_error(study, tmp_path, ending, cause):
         ("--train-iters 250", 250),
         ("@preset.args", 30),
         ("@preset.args --train-iters=40", 40),
+        ("--train-iters=30 --train-iters 40", 40),
+        ("--train-iters 30 --train-iters=40", 40),
         ("--train-samples 400 --global-batch-size 8", 50),
         ("--lr 1", None),
     ],
