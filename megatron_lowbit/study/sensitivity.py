@@ -19,7 +19,7 @@ from rich.table import Table
 from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
-from megatron_lowbit.folders import replace_text
+from megatron_lowbit.folders import check_folder, replace_text
 from megatron_lowbit.recipes.load import read_recipe
 
 OUTPUT, WEIGHT_GRADIENT = "fprop/error", "wgrad/error"
@@ -62,6 +62,7 @@ def rank_layers(
     require(batches > 0, f"--batches {batches}: must be positive")
     if output is not None:
         require(not os.path.lexists(output), f"--output {output} exists; give a new file")
+        check_folder("--output", output.parent)
     # As slow as training to import.
     from megatron_lowbit.arguments.parser import front_parser, read_command_line
 
@@ -168,5 +169,6 @@ def _report(recipe: str, share: float, output: Path | None, layers: dict[str, La
     document = keep_in_high_precision(recipe, spared)
     document["name"] = output.stem
     document["description"] = f"{recipe} with its {len(spared)} most sensitive layers in BF16"
+    output.parent.mkdir(parents=True, exist_ok=True)
     replace_text(output, yaml.safe_dump(document, sort_keys=False, width=100))
     say(str(output))

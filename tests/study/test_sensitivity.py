@@ -8,6 +8,8 @@ import pytest
 from megatron_lowbit import arguments
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.study import sensitivity
 from megatron_lowbit.study.command import main
 
 ARGUMENTS = shlex.split("""
@@ -67,6 +69,17 @@ def test_a_recipe_that_keeps_the_worst(tmp_path, capsys):
 def test_invalid_arguments(arguments, named):
     with pytest.raises(UserError, match=named):
         main(["sensitivity", *arguments])
+
+
+def test_a_recipe_for_a_new_folder(tmp_path, monkeypatch, capsys):
+    errors = {"decoder.layers.0.mlp.linear_fc1": sensitivity.LayerErrors(0.2, 0.1, 8)}
+    monkeypatch.setattr(sensitivity, "_measure", lambda *_: (errors, True))
+    file = tmp_path / "new" / "mine.yaml"
+    main(["sensitivity", "--recipe", "nvfp4", "--output", str(file), "--", "--load", "x"])
+    assert load_recipe(str(file)).name == "mine"
+    inside = tmp_path / "new" / "mine.yaml" / "other.yaml"
+    with pytest.raises(UserError, match=r"--output .*mine\.yaml is a file, not a folder"):
+        main(["sensitivity", "--recipe", "nvfp4", "--output", str(inside), "--", "--load", "x"])
 
 
 def test_experts_that_are_not_measured_are_refused(monkeypatch):
