@@ -46,8 +46,8 @@ class FolderLock:
                 # The file system has not yet noticed that the host of that start is gone.
                 say(f"{self._file}: taken over from {name}, requeued by Slurm")
                 self._file.unlink(missing_ok=True)
-                os.close(self._descriptor)
-                self._descriptor = self._open()
+                stale, self._descriptor = self._descriptor, self._open()
+                os.close(stale)
                 require(self._taken(), f"{label}: another start of this job took it first")
             content = os.pread(self._descriptor, 4096, 0).strip(b"\0")  # zeros: after a power loss
             require(

@@ -101,6 +101,22 @@ def test_a_job_that_slurm_has_requeued_takes_over(tmp_path, held, monkeypatch, c
     assert f"taken over from process {process.pid} on " in capsys.readouterr().out
 
 
+def test_a_file_that_cannot_be_made_anew(tmp_path, held, monkeypatch):
+    """A takeover that fails reports its own error, and closes each descriptor once."""
+    held(SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    unlink = Path.unlink
+
+    def replace_by_folder(path: Path, missing_ok: bool) -> None:
+        unlink(path)
+        path.mkdir()
+
+    monkeypatch.setattr(Path, "unlink", replace_by_folder)
+    with pytest.raises(IsADirectoryError):
+        FolderLock(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "[" * 5000, "\0\xff", '{"host": 1}',
                 '{"host": "\\u001b[2J", "process": 1, "slurm_restarts": 0}']
