@@ -144,9 +144,9 @@ def report(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    pieces = row.get("file", f"{row['pieces']} x {row.get('piece_shapes', [None])[0]}")
-    if len(row.get("piece_shapes", [])) > 1:
-        pieces = f"{row['pieces']}, of {len(row['piece_shapes'])} shapes"
+    shapes = row.get("piece_shapes", ())
+    alike = f"{row['pieces']} x {shapes[0]}" if len(shapes) == 1 else None
+    pieces = row.get("file") or alike or f"{row['pieces']}, of {len(shapes)} shapes"
     return [row["key"], str(row["shape"]), row["dtype"], f"{row['bytes']:,}", pieces]
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from training_runs import MODEL, change_args, losses, model_tensors, train
 
 from megatron_lowbit.checkpoints.command import main as checkpoint_main
+from megatron_lowbit.checkpoints.inspect import _UNKNOWN, report
 from megatron_lowbit.checkpoints.reader import CheckpointReader, chosen_iterations, open_checkpoint
 from megatron_lowbit.checkpoints.writer import average
 from megatron_lowbit.conversion.convert import to_hugging_face
@@ -143,6 +144,16 @@ def test_inspection(saved, tmp_path, capsys):
     assert "amax histories: " in text and "recipe: fp8-delayed" in text
     with pytest.raises(UserError, match="neither a checkpoint directory"):
         checkpoint_main(["inspect", str(tmp_path)])
+
+
+def test_inspection_of_a_tensor_without_elements():
+    """It needs no chunk."""
+    empty = {"key": "empty", "shape": [0], "dtype": "float32", "bytes": 0, "pieces": 0}
+    description = _UNKNOWN | {
+        "format": "torch_dist", "path": "run", "model": {}, "files": {}, "parameters": 0,
+        "bytes": 0, "tensors": [empty | {"piece_shapes": []}],
+    }  # fmt: skip
+    assert "empty   [0]    float32  0      0, of 0 shapes" in "\n".join(report(description))
 
 
 def test_verification(saved, tmp_path, capsys):
