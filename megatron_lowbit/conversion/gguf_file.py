@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, companion_files
-from megatron_lowbit.conversion.convert import lazy_chunks
+from megatron_lowbit.conversion.convert import check_names, lazy_chunks
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.families.rope import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
@@ -144,7 +144,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     require(not is_scaled, f"{source}: to-gguf writes rope_type 'default' and 'llama3' alone")
     require(not model["add_bias_linear"], f"{source}: to-gguf converts no biases")
     require(not model.get("window_size"), f"{source}: to-gguf converts no sliding windows")
-    folder.check(names)
+    check_names(folder, converted.rules)
     for rule in converted.rules:
         lazy_chunks(folder, rule)  # checks shapes
     outlines = list(_tensors(folder, names, converted, outline=True))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_llama import write_llama
 from tiny_models import LLAMA3, make_model, weights
 
@@ -292,6 +293,22 @@ def test_force_replaces_only_gguf_files(name, tmp_path):
     with pytest.raises(UserError, match=f"{output} is not a GGUF file"):
         to_gguf(folder, output, force=True)
     assert {path: path.lstat().st_ino for path in tmp_path.rglob("*")} == before
+
+
+def test_tied_with_the_embedding_again_as_head(tmp_path):
+    """As ``to-megatron`` reads it: a head that is the embedding is ignored."""
+    write_model(tmp_path / "model")
+    file, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    to_gguf(tmp_path / "model", tmp_path / "tied.gguf")
+    assert "output.weight" not in read_gguf(tmp_path / "tied.gguf")
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from .*embed_tokens\.weight"):
+        to_gguf(tmp_path / "model", tmp_path / "other.gguf")
 
 
 def test_brain_floats_stay_as_they_are(tmp_path):
