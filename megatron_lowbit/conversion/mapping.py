@@ -22,10 +22,9 @@ Names = Mapping[str, str]
 keys of one tensor are consecutive rows of it.
 """
 HEAD = "output_layer.weight"
-_HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "post_layernorm",
-                "final_layernorm", "final_norm", "linear_proj", "linear_fc2",
-                "out_proj")  # fmt: skip
-"""Tensors with a row for each hidden unit."""
+_NORMS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "post_layernorm",
+          "final_layernorm", "final_norm")  # fmt: skip
+"""Tensors of norms with a number for each hidden unit."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +117,17 @@ def expand(
 ) -> list[Rule]:
     """Return the rules of all tensors of a model, layer by layer.
 
-    Args:
-        outer: tensors outside the layers.
-        layers: tensors of a layer, without the start of their names; one mapping where all layers
-            are alike, whose tensors Megatron-LM stacks, or else a mapping for each layer.
-        model: the arguments that give sizes.
-        prefix: start of Hugging Face's names before the number of a layer.
-        blocks: layers of Megatron-LM in one of Hugging Face's.
-        is_transposed: True if Hugging Face stores the weights of linear layers as (in, out).
+    The arguments are attributes of a family. ``layers`` is one mapping where all layers are alike,
+    whose tensors Megatron-LM stacks, or else a mapping for each layer.
     """
     lines = [(TensorSlice(key), names) for key, names in outer.items()]
     lines += _layer_lines(layers, model, prefix, blocks)
     lines = [(target, names) for target, names in lines if _has(model, target.key)]
-    output_rows, input_columns, rules = _output_rows(model), _input_columns(model), []
+    sizes, rules = _sizes(model), []
     for pattern, line in groupby(lines, key=lambda line: line[1]):
         targets, names = tuple(target for target, _ in line), _alternatives(pattern)
         key = targets[0].key
-        target_rows = tuple(output_rows[_module(target.key, output_rows)] for target in targets)
+        target_rows = tuple(sizes[_module(target.key, sizes)][0] for target in targets)
         rows = (sum(target_rows) // len(names),) * len(names)
         group_rows: tuple[int, ...] = ()
         if key.endswith((".linear_qkv.weight", ".linear_qkv.bias")):
@@ -147,7 +140,7 @@ def expand(
         is_padded = key in (EMBEDDING, HEAD)
         rules.append(
             Rule(targets, names, target_rows, rows, group_rows, is_transposed and is_linear,
-                 is_padded, input_columns.get(_module(key, input_columns)))
+                 is_padded, sizes[_module(key, sizes)][1])
         )  # fmt: skip
     return rules
 
@@ -199,63 +192,60 @@ def _module(key: str, listed: Container[str]) -> str:
     return both if both in listed else names[-1]
 
 
-def _input_columns(model: Model) -> dict[str, int]:
-    """Return the columns of Megatron-LM's matrices by their names in :func:`_module`."""
-    size = defaultdict(int, model)
-    hidden = ("word_embeddings", "position_embeddings", "output_layer", "router", "linear_fc1",
-              "linear_qkv", "linear_q_proj", "linear_q_down_proj",
-              "linear_kv_down_proj")  # fmt: skip
-    return dict.fromkeys(hidden, size["hidden_size"]) | {
-        "linear_proj": size["num_attention_heads"] * size["kv_channels"],
-        "linear_fc2": size["ffn_hidden_size"],
-        "experts.linear_fc2": size["moe_ffn_hidden_size"],
-        "shared_experts.linear_fc2": size["moe_shared_expert_intermediate_size"],
-        "linear_q_up_proj": size["q_lora_rank"],
-        "linear_kv_up_proj": size["kv_lora_rank"],
-    }
-
-
 def mamba_heads(model: Model) -> int:
     """Return the number of heads, counted as megatron-core does where no argument says it."""
     return int(model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"])
 
 
-def _output_rows(model: Model) -> dict[str, int]:
-    """Return the rows of Megatron-LM's tensors by their names in :func:`_module`."""
+def _sizes(model: Model) -> dict[str, tuple[int, int | None]]:
+    """Return rows and columns of Megatron-LM's tensors by their names in :func:`_module`.
+
+    Columns are None where they are not checked.
+    """
     size = defaultdict(int, model)  # 0 for what the model does not have
+    hidden, vocabulary = size["hidden_size"], size["vocab_size"]
     heads, groups, channels = (
         size[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels")
     )
     fc1 = 2 if is_gated(model) else 1  # gate and up together, or only up
-    mamba = mamba_heads(model) if "mamba_head_dim" in model else 0
-    inner, states = (
-        mamba * size["mamba_head_dim"],
-        size["mamba_num_groups"] * size["mamba_state_dim"],
+    dense, routed = size["ffn_hidden_size"], size["moe_ffn_hidden_size"]
+    shared, experts = size["moe_shared_expert_intermediate_size"], size["num_experts"]
+    queries, latents, rotated = (
+        size[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
     )
-    return dict.fromkeys(_HIDDEN_ROWS, size["hidden_size"]) | {
-        "word_embeddings": size["vocab_size"],
-        "output_layer": size["vocab_size"],
-        "position_embeddings": size["max_position_embeddings"],
-        "linear_qkv": (heads + 2 * groups) * channels,
-        "q_layernorm": channels,
-        "k_layernorm": channels,
-        "softmax_offset": heads,
-        "linear_fc1": fc1 * size["ffn_hidden_size"],
-        "experts.linear_fc1": fc1 * size["moe_ffn_hidden_size"],
-        "shared_experts.linear_fc1": fc1 * size["moe_shared_expert_intermediate_size"],
-        "router": size["num_experts"],
-        "gate_weight": 1,
-        "expert_bias": size["num_experts"],
+    mamba = mamba_heads(model) if "mamba_head_dim" in model else 0
+    inner = mamba * size["mamba_head_dim"]
+    states = size["mamba_num_groups"] * size["mamba_state_dim"]
+    return {
+        **dict.fromkeys(_NORMS, (hidden, None)),
+        "word_embeddings": (vocabulary, hidden),
+        "output_layer": (vocabulary, hidden),
+        "position_embeddings": (size["max_position_embeddings"], hidden),
+        "linear_qkv": ((heads + 2 * groups) * channels, hidden),
+        "linear_proj": (hidden, heads * channels),
+        "q_layernorm": (channels, None),
+        "k_layernorm": (channels, None),
+        "softmax_offset": (heads, None),
+        "linear_fc1": (fc1 * dense, hidden),
+        "linear_fc2": (hidden, dense),
+        "experts.linear_fc1": (fc1 * routed, hidden),
+        "experts.linear_fc2": (hidden, routed),
+        "shared_experts.linear_fc1": (fc1 * shared, hidden),
+        "shared_experts.linear_fc2": (hidden, shared),
+        "router": (experts, hidden),
+        "gate_weight": (1, None),
+        "expert_bias": (experts, None),
         # Multi-latent attention.
-        "linear_q_down_proj": size["q_lora_rank"],
-        "linear_q_proj": heads * (size["qk_head_dim"] + size["qk_pos_emb_head_dim"]),
-        "linear_q_up_proj": heads * (size["qk_head_dim"] + size["qk_pos_emb_head_dim"]),
-        "linear_q_up_proj.layer_norm_weight": size["q_lora_rank"],
-        "linear_kv_down_proj": size["kv_lora_rank"] + size["qk_pos_emb_head_dim"],
-        "linear_kv_up_proj": heads * (size["qk_head_dim"] + size["v_head_dim"]),
-        "linear_kv_up_proj.layer_norm_weight": size["kv_lora_rank"],
+        "linear_q_proj": (heads * (size["qk_head_dim"] + rotated), hidden),
+        "linear_q_down_proj": (queries, hidden),
+        "linear_q_up_proj.layer_norm_weight": (queries, None),
+        "linear_q_up_proj": (heads * (size["qk_head_dim"] + rotated), queries),
+        "linear_kv_down_proj": (latents + rotated, hidden),
+        "linear_kv_up_proj.layer_norm_weight": (latents, None),
+        "linear_kv_up_proj": (heads * (size["qk_head_dim"] + size["v_head_dim"]), latents),
         # Mamba-2 blocks.
-        **dict.fromkeys(("z", "x", "norm"), inner),
-        **dict.fromkeys("BC", states),
-        **dict.fromkeys(("dt", "A_log", "D", "dt_bias"), mamba),
+        "out_proj": (hidden, None),
+        **dict.fromkeys(("z", "x", "norm"), (inner, None)),
+        **dict.fromkeys("BC", (states, None)),
+        **dict.fromkeys(("dt", "A_log", "D", "dt_bias"), (mamba, None)),
     }
