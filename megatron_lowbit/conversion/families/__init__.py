@@ -13,8 +13,6 @@ from megatron_lowbit.conversion.families import (
     hybrids,
     latent_attention,
     layer_norms,
-    llamas,
-    sigmoid_router,
 )
 from megatron_lowbit.conversion.families.refused import REFUSED
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
@@ -26,13 +24,13 @@ FAMILIES = {
     family.architecture: family
     for family in (
         hybrids.NEMOTRON_H, latent_attention.DEEPSEEK_V3, experts.GPT_OSS, gemma.GEMMA3,
-        experts.QWEN3_MOE, dense.QWEN3, experts.MIXTRAL, layer_norms.GPT2, llamas.LLAMA_WITH_BIASES,
-        llamas.MISTRAL, llamas.MINISTRAL, llamas.CWM, llamas.QWEN2, llamas.SEED_OSS, llamas.SMOLLM3,
-        llamas.PHI3, llamas.ARCEE, gemma.GEMMA, llamas.GLM, llamas.GLM4, llamas.ERNIE,
-        llamas.HELIUM, layer_norms.GPT_BIGCODE, layer_norms.STARCODER2,
-        layer_norms.STABLELM, layer_norms.NEMOTRON, layer_norms.JAIS2, experts.QWEN2_MOE,
-        sigmoid_router.GLM4_MOE, sigmoid_router.DOTS1, sigmoid_router.SOLAR_OPEN, hybrids.BAMBA,
-        hybrids.MAMBA2, latent_attention.DEEPSEEK_V2, latent_attention.YOUTU, llamas.GRANITE,
+        experts.QWEN3_MOE, dense.QWEN3, experts.MIXTRAL, layer_norms.GPT2, dense.LLAMA_WITH_BIASES,
+        dense.MISTRAL, dense.MINISTRAL, dense.CWM, dense.QWEN2, dense.SEED_OSS, dense.SMOLLM3,
+        dense.PHI3, dense.ARCEE, gemma.GEMMA, dense.GLM, dense.GLM4, dense.ERNIE, dense.HELIUM,
+        layer_norms.GPT_BIGCODE, layer_norms.STARCODER2, layer_norms.STABLELM, layer_norms.NEMOTRON,
+        layer_norms.JAIS2, experts.QWEN2_MOE, experts.GLM4_MOE, experts.DOTS1, experts.SOLAR_OPEN,
+        hybrids.BAMBA, hybrids.MAMBA2, latent_attention.DEEPSEEK_V2, latent_attention.YOUTU,
+        dense.GRANITE,
     )
 }  # fmt: skip
 """Families by architecture in config.json."""
@@ -44,9 +42,9 @@ _MARKS = {
     ("num_experts", "qk_layernorm"): experts.QWEN3_MOE,
     ("num_experts",): experts.MIXTRAL,
     ("qk_layernorm",): dense.QWEN3,
-    ("no_rope_freq",): llamas.SMOLLM3,
-    ("add_qkv_bias",): llamas.QWEN2,
-    ("window_size",): llamas.MISTRAL,
+    ("no_rope_freq",): dense.SMOLLM3,
+    ("add_qkv_bias",): dense.QWEN2,
+    ("window_size",): dense.MISTRAL,
 }
 """Families by the arguments that their models have; a model is of the first family that fits."""
 
@@ -74,8 +72,8 @@ def from_config(config: dict[str, Any], file: str = CONFIG) -> ConvertibleModel:
     others = {other.model_type for other in FAMILIES.values()} - {family.model_type}
     message = f"{file}: model_type {model_type!r} is not the type of architecture {names[0]}"
     require(model_type not in others, message)
-    if family is llamas.MISTRAL and "layer_types" in entries:
-        family = llamas.MINISTRAL  # as AutoModelForCausalLM reads the file of Ministral 8B
+    if family is dense.MISTRAL and "layer_types" in entries:
+        family = dense.MINISTRAL  # as AutoModelForCausalLM reads the file of Ministral 8B
     return family.from_config(config)
 
 
@@ -87,7 +85,7 @@ def family_of(model: Model, config: Mapping[str, Any] = MappingProxyType({})) ->
     it, the family is the one whose arguments are closest.
     """
     is_gpt = model["position_embedding_type"] == "learned_absolute"
-    closest = layer_norms.GPT2 if is_gpt else llamas.LLAMA_WITH_BIASES
+    closest = layer_norms.GPT2 if is_gpt else dense.LLAMA_WITH_BIASES
     for arguments, marked in _MARKS.items():
         if model.keys() >= {*arguments}:
             closest = marked

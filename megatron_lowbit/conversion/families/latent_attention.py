@@ -7,20 +7,20 @@ from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families.dense import LLAMA, MLP
-from megatron_lowbit.conversion.families.experts import dense_or_experts
+from megatron_lowbit.conversion.families.experts import (
+    ROUTED_EXPERTS,
+    ROUTER_ARGUMENTS,
+    ROUTER_ENTRIES,
+    dense_or_experts,
+    layers_with_experts,
+    router_arguments,
+    router_entries,
+)
 from megatron_lowbit.conversion.families.rope import (
     rope_entries,
     scaled_rope,
     yarn_scale_entries,
     yarn_scales,
-)
-from megatron_lowbit.conversion.families.sigmoid_router import (
-    ROUTED_EXPERTS,
-    ROUTER_ARGUMENTS,
-    ROUTER_ENTRIES,
-    layers_with_experts,
-    router_arguments,
-    router_entries,
 )
 from megatron_lowbit.conversion.family import (
     Entry,
