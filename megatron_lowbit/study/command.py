@@ -28,7 +28,14 @@ if TYPE_CHECKING:
     from megatron_lowbit.analysis.comparison import Contender
     from megatron_lowbit.study.definition import Job, Study
 
-_LARGEST = {"at_once": 1000, "count": 100_000}
+_LIMITS = {
+    "at_once": (1, 1001, "from 1 to 1000"),
+    "count": (1, 100_001, "from 1 to 100000"),
+    "minutes": (ulp(0), inf, "positive and finite"),
+    "start_up": (0, inf, "not negative and finite"),
+    "leave_out": (0, inf, "not negative and finite"),
+}
+"""Least values of arguments, values that they must be below, and the words for both."""
 DEFAULT_SEEDS = (1, 2)
 """Seeds of a comparison of recipes; gaps have no standard error with less than two."""
 # Imports inside the functions below are slow: the help needs none of them.
@@ -131,13 +138,8 @@ def _study_of(args: argparse.Namespace) -> "Study":
     from megatron_lowbit.recipes import load_recipes
     from megatron_lowbit.study.definition import read_study, study_of, with_recipes, with_runs
 
-    for name in ("at_once", "count", "minutes", "start_up", "leave_out"):
+    for name, (least, limit, words) in _LIMITS.items():
         value = getattr(args, name, None)
-        may_be_zero = name in ("start_up", "leave_out")
-        least, words = (0, "not negative") if may_be_zero else (ulp(0), "positive")
-        limit, words = inf, f"{words} and finite"
-        if name in _LARGEST:
-            limit, words = _LARGEST[name] + 1, f"from 1 to {_LARGEST[name]}"
         message = f"--{name.replace('_', '-')} {value}: must be {words}"
         require(value is None or least <= value < limit, message)
     require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")
