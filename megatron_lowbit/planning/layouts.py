@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
@@ -194,23 +195,15 @@ def _batches(parsed: Namespace, ranks: Layout) -> Iterator[Candidate]:
         extents |= {max(1, round(share * max(ranks.chunks))) for share in shares}
     for size in _powers(_LARGEST_BATCH):
         microbatches, rest = divmod(batch, ranks.data * size)
+        if rest:
+            continue
         changed = {"micro_batch_size": size, "global_batch_size": batch}
         args = Namespace(**vars(parsed) | changed)
-        if rest or not _takes_microbatches(args):
-            continue
-        for recomputed in sorted(extents):
-            yield (
-                ranks._replace(micro_batch=size, microbatches=microbatches, recomputed=recomputed),
-                args,
-            )
-
-
-def _takes_microbatches(args: Namespace) -> bool:
-    try:
-        check_microbatches(args)
-    except UserError:
-        return False
-    return True
+        layout = ranks._replace(micro_batch=size, microbatches=microbatches)
+        with suppress(UserError):  # Virtual stages do not take every number of microbatches.
+            check_microbatches(args)
+            for recomputed in sorted(extents):
+                yield layout._replace(recomputed=recomputed), args
 
 
 def _powers(limit: int) -> list[int]:
