@@ -244,7 +244,7 @@ class CheckpointReader:
 
     def _entry(self, key: str) -> TensorStorageMetadata:
         stored = self._stored(key)
-        return self.model[stored] if stored else (self.state | self.histories)[key]
+        return self.model[stored] if stored else self.histories[key]
 
 
 def other_name(key: str) -> str:
