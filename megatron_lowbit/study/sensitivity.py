@@ -8,7 +8,7 @@ as they are.
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -133,11 +133,16 @@ def keep_in_high_precision(name_or_path: str, paths: Sequence[str]) -> dict[str,
     configs = {name: config for name, config in raw["configs"].items() if config or name == kept}
     matchers = {name: m for name, m in raw["matchers"].items() if m["config"] in configs}
     if paths:
-        configs["high"] = {}
+        high, sensitive = _unused("high", configs), _unused("sensitive", matchers)
         pattern = f"^({'|'.join(map(re.escape, paths))})$"
-        first = {"type": "regex", "pattern": pattern, "config": "high", "enabled": True}
-        matchers = {"sensitive": first, **matchers}
+        first = {"type": "regex", "pattern": pattern, "config": high, "enabled": True}
+        configs, matchers = {**configs, high: {}}, {sensitive: first, **matchers}
     return {**raw, "configs": configs, "matchers": matchers}
+
+
+def _unused(name: str, names: Collection[str]) -> str:
+    """Return a name, made longer until it is not among the names of the recipe."""
+    return name if name not in names else _unused(f"{name}-", names)
 
 
 def most_sensitive(

@@ -342,3 +342,21 @@ def test_layers_that_are_kept(tmp_path, paths):
             layer = Layer(f"decoder.layers.{number}.{name}", number, 24)
             wanted = HIGH_PRECISION if layer.path in paths else usual.precision_for(layer)
             assert recipe.precision_for(layer) == wanted
+
+
+def test_layers_that_are_kept_by_a_recipe_with_these_names(tmp_path):
+    before, after = tmp_path / "before.yaml", tmp_path / "after.yaml"
+    before.write_text("""
+name: before
+configs:
+  high: {input: {format: mxfp8-e4m3}, weight: {format: mxfp8-e4m3}}
+matchers:
+  sensitive: {type: glob, pattern: "*", config: high, enabled: true}
+""")
+    path = "decoder.layers.1.mlp.linear_fc1"
+    after.write_text(yaml.safe_dump(keep_in_high_precision(str(before), [path]), sort_keys=False))
+    recipe, usual = load_recipe(str(after)), load_recipe(str(before))
+    for number in range(3):
+        layer = Layer(f"decoder.layers.{number}.mlp.linear_fc1", number, 3)
+        wanted = HIGH_PRECISION if layer.path == path else usual.precision_for(layer)
+        assert recipe.precision_for(layer) == wanted
