@@ -1,6 +1,7 @@
 """Times of a study's runs, calculated before they start, and the commands that they fit into."""
 
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heapreplace
 from typing import NamedTuple
 
 from rich.table import Table
@@ -55,16 +56,13 @@ def commands_of(
     a command gets a command of its own and continues from its checkpoint.
     """
     commands: list[list[Job]] = []
-    free: list[float] = []
+    free: list[float] = []  # times at which the slots of the last command are free, a heap
     for job in jobs:
-        ends = min(free, default=limit) + seconds(job)
-        if ends > limit:
+        if not free or free[0] + seconds(job) > limit:
             commands.append([])
             free = [0.0] * slots
-            ends = seconds(job)
         commands[-1].append(job)
-        free.remove(min(free))
-        free.append(ends)
+        heapreplace(free, free[0] + seconds(job))
     return commands
 
 

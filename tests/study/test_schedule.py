@@ -56,6 +56,8 @@ def test_jobs_are_divided_among_commands():
     assert divided(2, "a", "b", "c", "d") == ["abc", "d"]
     assert divided(1, "a", "e", "f", "f") == ["a", "e", "ff"]
     assert divided(1) == []
+    seconds["g"] = 0.0  # without a start-up, of a run that only has to be recorded as finished
+    assert divided(1, "g", "a") == ["ga"]
 
 
 def test_runs_together_share_the_gpu():
