@@ -251,8 +251,9 @@ def to_hugging_face(
         require(bool(holds_some), f"--carry {companions}: holds neither a tokenizer nor {CONFIG}")
     checkpoint = open_checkpoint(source)
     model = checkpoint.model_arguments(vocab_size)
-    if companions is None and (source / COMPANIONS).is_dir():
-        companions = source / COMPANIONS
+    kept = checkpoint.path.parent / COMPANIONS
+    if companions is None and kept.is_dir():
+        companions = kept
         require(not companions.is_symlink(), f"{companions}: a link is not followed; delete it")
         companion_files(companions)
     others = _other_entries(companions)

@@ -374,6 +374,13 @@ def test_links_out_of_the_source_are_not_copied(folder, tmp_path, command, name)
     assert sorted(os.listdir(tmp_path)) == ["secret", "source"]
 
 
+def test_an_iteration_has_the_companions_of_its_checkpoint(folder, tmp_path):
+    shutil.copytree(folder / "there", tmp_path / "there")
+    (tmp_path / "there" / "hugging_face" / "tokenizer_config.json").write_text("{}")
+    to_hugging_face(tmp_path / "there" / "iter_0000000", tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
+
+
 def test_links_of_hugging_faces_cache_are_followed(folder, tmp_path):
     """A model's files are links into ``blobs`` there."""
     model = tmp_path / "models--a--b"
