@@ -107,17 +107,6 @@ class Folder:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Return the names of the stored tensors that a tensor is made of."""
-        return (name,)
-
-    def stored(self, part: str, outline: bool = False) -> Tensor:
-        """Read a stored tensor as it is, or an outline of it on the ``meta`` device."""
-        if outline:
-            shape, dtype = Folder.shape(self, part)
-            return torch.empty(shape, dtype=dtype, device="meta")
-        return Folder.read(self, part)
-
     def files(self) -> dict[str, list[int]]:
         """Return length and time of change of each file with weights."""
         stats = {file: (self.path / file).stat() for file in sorted({*self.file_of.values()})}

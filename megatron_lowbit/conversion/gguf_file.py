@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, companion_files
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, companion_files
 from megatron_lowbit.conversion.convert import check_names, lazy_chunks
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.families.rope import LLAMA3_ROPE
@@ -139,7 +139,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     converted = from_config(folder.config, str(source / CONFIG))
     known = " and ".join(ARCHITECTURES)
     require(converted.name in ARCHITECTURES, f"to-gguf converts {known}, not {converted.name}")
-    model, names = converted.model, [name for rule in converted.rules for name in rule.names]
+    model = converted.model
     is_scaled = model["rotary_seq_len_interpolation_factor"] or "yarn_beta_fast" in model
     require(not is_scaled, f"{source}: to-gguf writes rope_type 'default' and 'llama3' alone")
     require(not model["add_bias_linear"], f"{source}: to-gguf converts no biases")
@@ -147,7 +147,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     check_names(folder, converted.rules)
     for rule in converted.rules:
         lazy_chunks(folder, rule)  # checks shapes
-    outlines = list(_tensors(folder, names, converted, outline=True))
+    outlines = list(_tensors(folder, converted, outline=True))
     partial = output.with_name(f".{output.name}.partial")
     writer = gguf.GGUFWriter(partial, ARCHITECTURES[converted.name])
     for entry, argument in _METADATA.items():
@@ -157,7 +157,7 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     with closing(output_lock(output)):
         try:
             partial.unlink(missing_ok=True)  # It might be a link.
-            size = _write(writer, outlines, _tensors(folder, names, converted))
+            size = _write(writer, outlines, _tensors(folder, converted))
             require(partial.stat().st_size == size, f"{partial}: not the {size} bytes written")
             _check_output(output, force)
             partial.replace(output)
@@ -207,14 +207,14 @@ def _write(
 
 
 def _tensors(
-    folder: Folder, names: Iterable[str], converted: ConvertibleModel, outline: bool = False
+    folder: QuantizedFolder, converted: ConvertibleModel, outline: bool = False
 ) -> Iterator[GGUFTensor]:
     """Yield the tensors of a file: read one at a time, or outlines on the ``meta`` device."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     model, architecture = converted.model, MODEL_ARCH[ARCHITECTURES[converted.name].upper()]
     gguf_names = get_tensor_name_map(architecture, model["num_layers"])
-    for name in names:
+    for name in (name for rule in converted.rules for name in rule.names):
         parts, gguf_name = folder.parts(name), gguf_names.get_name(name, (".weight",))
         if gguf_name is None:
             raise UserError(f"{folder.path}: llama.cpp has no name for {name}")

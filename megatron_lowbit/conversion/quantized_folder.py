@@ -85,6 +85,13 @@ class QuantizedFolder(Folder):
         """Return the names of the stored tensors that a tensor is made of."""
         return self._weights[name].parts if name in self._weights else (name,)
 
+    def stored(self, part: str, outline: bool = False) -> Tensor:
+        """Read a stored tensor as it is, or an outline of it on the ``meta`` device."""
+        if outline:
+            shape, dtype = super().shape(part)
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return super().read(part)
+
     def _outline(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a weight that is stored in another form."""
         weight = self._weights[name]
