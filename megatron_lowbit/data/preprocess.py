@@ -320,7 +320,7 @@ def _write_datasets(
     summaries = [DatasetSummary(prefix) for prefix in prefixes]
     temporary, argument = temporary_path(output_prefix), f"{_ARGUMENT} {output_prefix}"
     for other in temporary.parent.glob(f"{TEMPORARY}*"):
-        with suppress(UserError):
+        with suppress(UserError, OSError):
             delete_abandoned(other, argument)
     with writing(_ARGUMENT, output_prefix), temporary_folder(temporary, argument):
         paths = [str(temporary / Path(prefix).name) for prefix in prefixes]

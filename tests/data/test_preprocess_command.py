@@ -1,5 +1,6 @@
 """``lowbit-preprocess``: the dataset holds the tokens, or nothing is left."""
 
+import errno
 import json
 import os
 import shutil
@@ -343,6 +344,22 @@ def test_one_command_at_a_time_writes_a_prefix(preprocess, tmp_path, json_lines)
     assert left == {".preprocess.mine"} and (foreign / "notes").read_text() == "notes"
     with pytest.raises(UserError, match=r"\.preprocess\.mine is in the way; move it"):
         preprocess(json_lines, prefix="out/mine")
+
+
+def test_a_folder_of_another_user_is_left(preprocess, tmp_path, json_lines, monkeypatch):
+    (tmp_path / "out" / ".preprocess.theirs").mkdir(parents=True)
+    opened = os.open
+
+    def of_another_user(path, *arguments, **settings):
+        if ".preprocess.theirs" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **settings)
+
+    (tmp_path / "out" / ".preprocess.theirs" / ".lock").write_text("")
+    monkeypatch.setattr(os, "open", of_another_user)
+    preprocess(json_lines)
+    assert (tmp_path / "out" / "data.idx").is_file()
+    assert (tmp_path / "out" / ".preprocess.theirs" / ".lock").is_file()
 
 
 def processes_of_group(leader: int) -> list[int]:
