@@ -31,7 +31,7 @@ _OF_A_LAYOUT = (
 )  # fmt: skip
 _LARGEST_BATCH = 16
 """Sequences of a microbatch, and microbatches where no global batch is given."""
-_MOST_LAYERS = 1024
+MOST_LAYERS = 1024
 """Layers of a model whose layouts are searched: their number grows with it."""
 
 
@@ -150,8 +150,8 @@ def candidates(
     training.join_pattern()
     args = training.parse(gpus, ["--micro-batch-size", "1"])
     require(
-        args.num_layers <= _MOST_LAYERS,
-        f"--num-layers {args.num_layers}: layouts of at most {_MOST_LAYERS} are searched; "
+        args.num_layers <= MOST_LAYERS,
+        f"--num-layers {args.num_layers}: layouts of at most {MOST_LAYERS} are searched; "
         "--as-given plans one layout",
     )
     tried: list[Candidate] = []

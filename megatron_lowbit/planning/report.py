@@ -13,6 +13,7 @@ from megatron_lowbit.numerics.precision import GemmPrecision, side
 from megatron_lowbit.planning.device import BLACKWELL, EXACT, FOLDED, GIB, Device
 from megatron_lowbit.planning.estimate import BUBBLE, Estimate, padded_vocabulary
 from megatron_lowbit.planning.hardware import gpu, gpu_names
+from megatron_lowbit.planning.layouts import MOST_LAYERS
 from megatron_lowbit.planning.model import parameters
 from megatron_lowbit.planning.search import MOST_GPUS, Plan, changes, enough_gpus, plan_run
 from megatron_lowbit.planning.training_arguments import TrainingArguments, needs_one_connection
@@ -277,8 +278,11 @@ def routing_notes(run: Plan) -> Iterator[str]:
 def _too_large(runs: Sequence[Plan]) -> str:
     """Describe a run that has no layout, and the number of GPUs on which it has one."""
     first = runs[0]
-    enough = [gpus for run in runs if (gpus := enough_gpus(run)) is not None]
+    is_searched = first.args.num_layers <= MOST_LAYERS
+    enough = [gpus for run in runs if is_searched and (gpus := enough_gpus(run)) is not None]
     advice = f"use --gpus {min(enough)}" if enough else f"{MOST_GPUS:,} GPUs are not enough"
+    if not is_searched:
+        advice = f"layouts of more than {MOST_LAYERS} layers are not searched"
     if first.as_given and enough:
         advice += ", without --as-given"
     why = "no layout is possible; --global-batch-size is no multiple of any layout's ranks"

@@ -50,6 +50,14 @@ def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(words, eno
     assert capsys.readouterr().out == ""
 
 
+def test_the_layout_as_given_of_more_layers_than_are_searched():
+    message = (
+        r"needs \d+ GiB per GPU of \d+ usable; layouts of more than 1024 layers are not searched"
+    )
+    with pytest.raises(UserError, match=f"the layout as given {message}$"):
+        main(shlex.split(f"--gpus 1 {LLAMA_8B} --num-layers 1025 --as-given"))
+
+
 def test_the_number_of_gpus_is_the_smallest_of_those_tried():
     model = f"{LLAMA_8B} --num-layers 64 --precision-recipe fp8-tile"
     assert enough_gpus(searched(model, gpu_name="h100")) == 4
