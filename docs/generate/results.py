@@ -172,7 +172,7 @@ def for_each(ratios: Sequence[float | None]) -> str:
 
 def recommended(shown: Sequence[Steps], gaps: dict[str, str]) -> list[list[str]]:
     """Return the table of RECOMMENDED: use, ratios with a figure for each GPU, gap on the board."""
-    lines = [["recipe", "use", "× BF16", "same loss", "× FP8", "same loss", "loss gap"]]
+    lines = [["recipe", "use", "× BF16", "same kernel", "× FP8", "same kernel", "loss gap"]]
     for name, use in RECOMMENDED.items():
         rows = [(steps, steps.rows.get((PICTURED, f"{name}, own loss", True))) for steps in shown]
         ratios = [

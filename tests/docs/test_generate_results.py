@@ -182,7 +182,7 @@ def test_readme_s_table_has_the_speeds_and_the_gap_of_each_recommended_recipe(pl
     assert cells(readme, first)[-1] == "+1.00% ± 0.00"
     first = "[`nvfp4`](docs/recipes/nvfp4.md#nvfp4)"
     assert cells(readme, first)[1:] == ["– / –"] * 4 + ["not measured"]
-    assert "| × BF16 | same loss | × FP8 | same loss | loss gap |" in readme
+    assert "| × BF16 | same kernel | × FP8 | same kernel | loss gap |" in readme
 
 
 def test_bars_have_ratios(tmp_path, monkeypatch):
