@@ -22,8 +22,9 @@ def test_plans_are_near_published_figures():
 
 
 @pytest.mark.slow
-def test_calculated_tables_are_today_s():
-    assert planning_page.calculated("hybrid-12b") in PLANS
+@pytest.mark.parametrize("preset", planning_page.CLUSTERS)
+def test_calculated_tables_are_today_s(preset):
+    assert planning_page.calculated(preset) in PLANS
 
 
 @pytest.mark.parametrize("steps", [planning_page.short_steps, planning_page.long_steps])
