@@ -62,6 +62,8 @@ def patch_megatron() -> None:
     loaders = training.build_pretraining_data_loader
     training.build_pretraining_data_loader = with_own_generator(loaders)
     _patch_random_states(random)
+    # Megatron-LM compiles a C++ extension for recomputed outputs, which needs ninja.
+    random._get_share_storage = lambda: _copy_storage
     optimizer.USING_PYTORCH_OPTIMIZER = False
     optimizer.Adam = distrib_optimizer.Adam = GroupStepAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
@@ -166,6 +168,13 @@ def _patch_random_states(random: types.ModuleType) -> None:
 
     random.CudaRNGStatesTracker = CpuRNGStatesTracker  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)  # type: ignore[attr-defined]
+
+
+def _copy_storage(to: Tensor, source: Tensor) -> None:
+    """Give a tensor and all of its views the values of another, though they were discarded."""
+    storage = to.untyped_storage()
+    storage.resize_(source.untyped_storage().nbytes())
+    storage.copy_(source.untyped_storage())
 
 
 def with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:

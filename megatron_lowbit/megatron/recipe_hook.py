@@ -120,6 +120,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
             change_specs(model_config, with_direct_queries)
     if args.multi_latent_attention:
         workarounds.use_local_latent_attention()
+    if args.recompute_granularity == "selective":
+        workarounds.recompute_without_transformer_engine()
     if recipe is None:
         return
     if args.mxnorm:

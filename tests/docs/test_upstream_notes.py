@@ -94,6 +94,7 @@ CITED = {
     "transformer_layer.py:557": "CudaGraphModule.attn in self.config.cuda_graph_modules",
     "mlp.py:354": "output += output_bias",
     "torch_norm.py:44": "assert (",
+    "random.py:693": "fp8 = FP8GlobalStateManager.is_fp8_enabled()",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
     "language_module.py:261": ".zero_out_wgrad = True",
     "distrib_optimizer.py:2061": "def load_parameter_state_from_dp_reshardable",

@@ -94,6 +94,19 @@ def use_local_latent_attention() -> None:
     DotProductAttention.__init__ = init
 
 
+@cache
+def recompute_without_transformer_engine() -> None:
+    """Let norms and activations be recomputed where Transformer Engine is not installed.
+
+    Megatron-LM asks it for the state of its FP8 there, although nothing is in FP8.
+    """
+    from megatron.core.tensor_parallel import random
+
+    if not random.HAVE_TE:
+        upstream = random.CheckpointWithoutOutput.__init__
+        random.CheckpointWithoutOutput.__init__ = lambda self, fp8=None: upstream(self, fp8=None)
+
+
 def fuse_gradient_accumulation() -> None:
     """Compute what Apex's extension does for ``--gradient-accumulation-fusion``, by cuBLAS.
 
