@@ -117,7 +117,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     is_short = args.short_log or args.dry_run
     redirected = redirect_upstream(printed.append) if is_short else nullcontext()
     with environment("WORLD_SIZE", None if ranks is None else str(ranks)), redirected:
-        parsed = _parse_upstream(tokens)
+        parsed = _parse_upstream(tokens, args.mtp_num_layers)
     parsed.upstream_lines = "".join(printed)
     if args.dry_run and not args.short_log:
         say(*_LISTING.sub("", parsed.upstream_lines).splitlines())
@@ -268,8 +268,11 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _parse_upstream(tokens: list[str]) -> Namespace:
-    """Run Megatron-LM's parsing and validation, which read ``sys.argv``, or raise UserError."""
+def _parse_upstream(tokens: list[str], predictions: int | None) -> Namespace:
+    """Run Megatron-LM's parsing and validation, which read ``sys.argv``, or raise UserError.
+
+    ``predictions`` is the ``--mtp-num-layers`` that is given.
+    """
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.global_vars import unset_global_variables
 
@@ -284,6 +287,7 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
             if not args.dry_run:
                 check_samples(args)
             _check_vocabulary(args)
+            _check_predictions(args, predictions)
         return args
     except UserError:
         # Variables that are set by now would prevent another run in this process.
@@ -315,6 +319,18 @@ def _check_vocabulary(args: Namespace) -> None:
         f"--padded-vocab-size {rows} cannot be divided by --tensor-model-parallel-size {ranks}; "
         f"give --padded-vocab-size {rows + -rows % ranks}, also for a checkpoint with {rows} rows: "
         "the other rows stand for no token",
+    )
+
+
+def _check_predictions(args: Namespace, given: int | None) -> None:
+    """Raise UserError for multi-token prediction that a hybrid's pattern does not have."""
+    if args.hybrid_layer_pattern is None or given is None:
+        return
+    predictions = args.mtp_num_layers if "/" in args.hybrid_layer_pattern else 0
+    require(
+        given == predictions,
+        f"--mtp-num-layers {given}: --hybrid-layer-pattern {args.hybrid_layer_pattern} has "
+        f"{predictions} layers of multi-token prediction; append a pattern for each, such as /*-",
     )
 
 

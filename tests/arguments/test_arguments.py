@@ -210,6 +210,27 @@ def test_scripts_for_hybrids_and_for_gpts():
     assert parse(pattern, hybrid=True).num_layers == 4
 
 
+HYBRID = "--position-embedding-type none --hybrid-layer-pattern M-*-"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "given", "predictions"),
+    [("", 1, 0), ("/*-", 2, 1), ("/*-/*-", 1, 2), ("/*-", 0, 1)],
+)
+def test_a_hybrid_without_the_given_multi_token_prediction_is_refused(pattern, given, predictions):
+    """Megatron-LM warns, and trains as the pattern says."""
+    error = refusal(f"{HYBRID}{pattern} --mtp-num-layers {given}", hybrid=True)
+    assert f"--mtp-num-layers {given}" in error and f" has {predictions} " in error
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["/*-", "/*- --mtp-num-layers 1", " --mtp-num-layers 1 --mtp-hybrid-override-pattern *-"],
+)
+def test_a_hybrid_has_the_multi_token_prediction_of_its_patterns(more):
+    assert parse(f"{HYBRID}{more}", hybrid=True).mtp_num_layers == 1
+
+
 @pytest.mark.slow
 def test_a_refusal_leaves_with_exit_code_2(start_script, tmp_path):
     script, output = tmp_path / "script.py", tmp_path / "output.txt"
