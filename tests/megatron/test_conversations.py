@@ -101,6 +101,12 @@ def test_only_answers_have_a_loss(datasets, tokenizer, monkeypatch, line, answer
         assert sample[name].min() >= 0 and sample[name].max() < len(tokenizer)
 
 
+@pytest.mark.parametrize("mark", ["{%- generation %}", "{%+ generation -%}", "{%generation%}"])
+def test_answers_are_marked_in_any_spelling_of_jinja(datasets, tokenizer, mark):
+    train, _, _ = datasets(with_template(MARKED.replace("{% generation %}", mark)), CHAT)
+    assert pieces(train[0], tokenizer) == ["\nÄpfel, €<|im_end|>", "Nothing<|im_end|>"]
+
+
 def test_tokens_are_those_of_the_chat_template(datasets, tokenizer):
     sample = datasets(HUGGING_FACE, CHAT)[0][0]
     ids = tokenizer.apply_chat_template(CHAT, return_dict=False)

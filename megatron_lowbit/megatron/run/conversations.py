@@ -1,5 +1,6 @@
 """Megatron-LM's ``--sft``: a conversation in each sequence, and its answers in the loss."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,9 @@ from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
 from megatron_lowbit.data.conversations import Conversation, Conversations
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.megatron.run.errors import say_on_rank_0
+
+_MARK = re.compile(r"\{%[-+]?\s*generation\b")
+"""Mark of an answer in a chat template; a sign says what Jinja does with the blanks before it."""
 
 
 class ConversationError(UserError):
@@ -83,7 +87,7 @@ def _tokenize(tokenizer: Any, conversation: Conversation) -> tuple[np.ndarray, n
     They are what the template marks, if it marks anything. Otherwise an answer is what follows the
     prompt for it, up to the end of its message.
     """
-    is_marked = "{% generation" in tokenizer.chat_template
+    is_marked = _MARK.search(tokenizer.chat_template) is not None
     encoded = tokenizer.apply_chat_template(
         conversation,
         return_dict=True,
