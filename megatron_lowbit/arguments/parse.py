@@ -192,6 +192,7 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     if args.phase_transition_iterations and args.train_iters:
         lines.append(_count_samples(args, words))
     lines += _reset_documents(args, words)
+    lines += _change_activation(args, words)
     if args.sft and _NO_MASK not in words:
         words.add(_NO_MASK)
         lines.append(f"--sft: added {_NO_MASK}, for its dataset has no masks")
@@ -223,6 +224,24 @@ def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:
             "--reset-position-ids: without effect, --position-embedding-type "
             f"{args.position_embedding_type} takes no positions from the data"
         )
+
+
+def _change_activation(args: Namespace, words: CommandLine) -> Iterator[str]:
+    """Let the arguments that change a gated activation take effect; yield lines about it."""
+    clamp, offset, unfused = (
+        "--activation-func-clamp-value", "--glu-linear-offset", "--no-bias-swiglu-fusion",
+    )  # fmt: skip
+    for flag in filter(words.__contains__, (clamp, offset)):
+        require(not args.use_te_activation_func, f"{flag}: Transformer Engine's activations have "
+                "none; omit --use-te-activation-func")  # fmt: skip
+        if not (args.swiglu or args.geglu or args.quick_geglu):
+            yield f"{words.text(flag)}: without effect, the activation has no gate"
+        elif args.swiglu and unfused not in words:
+            require(not args.activation_func_fp8_input_store, f"{flag}: the fused activation of "
+                    "--activation-func-fp8-input-store has none; omit one of them")  # fmt: skip
+            words.add(unfused)
+            args.bias_swiglu_fusion = False
+            yield f"{flag}: added {unfused}, for Megatron-LM's kernel ignores it"
 
 
 def _count_samples(args: Namespace, words: CommandLine) -> str:

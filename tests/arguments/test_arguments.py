@@ -13,7 +13,9 @@ import torch
 from megatron_lowbit import arguments, command_line
 from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
-from megatron_lowbit.arguments.parse import _NEVER, in_one_line
+from megatron_lowbit.arguments.parse import _NEVER, _translate, in_one_line
+from megatron_lowbit.arguments.parser import read_command_line
+from megatron_lowbit.arguments.precision import Machine
 from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError
 from tests import processes
@@ -433,12 +435,37 @@ def test_masks_that_layers_ignore_are_refused(layers, obstacle):
         ("--moe-router-topk 4", "--moe-router-topk: without effect, the model has no experts"),
         ("--num-experts 4 --moe-router-topk 4", None),
         ("--num-experts 4 --moe-router-bias-update-rate 0.5", "update-rate: without effect, no ex"),
+        ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7: without effect, the"),
+        ("--squared-relu --glu-linear-offset 1", "--glu-linear-offset 1: without effect, the acti"),
+        ("--quick-geglu --glu-linear-offset 1 --no-bias-gelu-fusion", None),
     ],
 )
 def test_arguments_without_effect_are_printed(line, shown, capsys):
     parse(line)
     out = capsys.readouterr().out
     assert ("without effect" in out) == (shown is not None) and (shown or "") in out
+
+
+@pytest.mark.parametrize("flag", ["--activation-func-clamp-value", "--glu-linear-offset"])
+def test_changes_of_swiglu_take_effect_on_a_gpu(flag, parser, capsys):
+    """Megatron-LM's fused SwiGLU has no clamp, and it refuses an offset there."""
+    unfused = "--no-bias-swiglu-fusion"
+    args, words = read_command_line(parser, shlex.split(f"{TINY} --swiglu {flag} 1"))
+    lines = _translate(args, words, Machine((9, 0), transformer_engine=True))
+    assert words.tokens()[-1] == unfused and not args.bias_swiglu_fusion
+    assert f"{flag}: added {unfused}, for Megatron-LM's kernel ignores it" in lines
+    given = f"--swiglu {flag} 1 --dry-run"
+    assert not parse(given).bias_swiglu_fusion_on_gpus
+    assert f"added {unfused}, for" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "other", ["--swiglu --activation-func-fp8-input-store", "--swiglu --use-te-activation-func"]
+)
+def test_activations_that_cannot_be_changed_are_refused(other):
+    error = refusal(f"{other} --no-bias-gelu-fusion --activation-func-clamp-value 7")
+    assert error.startswith("--activation-func-clamp-value: ")
+    assert other.split()[1] in error
 
 
 def test_masks_between_documents_are_still_created(parser):
