@@ -46,6 +46,7 @@ from megatron_lowbit.megatron.layers.specs import (
     change_specs,
     use_gemma_layers,
     with_direct_queries,
+    with_l2_norms,
 )
 from megatron_lowbit.megatron.layers.state import (
     LayerPlan,
@@ -118,6 +119,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
             model_config.pre_wrap_hooks.append(workarounds.train_biases_of_experts)
         if args.multi_latent_attention and args.q_lora_rank is None:
             change_specs(model_config, with_direct_queries)
+        if args.qk_l2_norm:  # Megatron-LM omits them in models without experts.
+            change_specs(model_config, with_l2_norms)
     if args.multi_latent_attention:
         workarounds.use_local_latent_attention()
     if args.recompute_granularity == "selective":

@@ -67,7 +67,9 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
 
     Checkpoints use the same names for the norms as Transformer Engine's fused layers.
     """
-    gpt = get_gpt_layer_local_submodules()
+    norms = {"qk_layernorm": config.qk_layernorm, "normalization": config.normalization}
+    gpt = get_gpt_layer_local_submodules(**norms, qk_l2_norm=config.qk_l2_norm)
+    latent = get_gpt_layer_local_submodules(**norms, multi_latent_attention=True)
     projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mamba = MambaLayerSubmodules(
         norm=WrappedTorchNorm,
@@ -82,7 +84,7 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=layer.sharded_state_dict_keys_map,
         )
-        for layer in (gpt, get_gpt_layer_local_submodules(multi_latent_attention=True))
+        for layer in (gpt, latent)
     )
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=WrappedTorchNorm,

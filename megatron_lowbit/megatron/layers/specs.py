@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention, openai_gelu
@@ -135,6 +135,14 @@ def with_direct_queries(spec: Any) -> Any:
     if isinstance(spec, ModuleSpec) and spec.module is MLASelfAttention:
         return dataclasses.replace(spec, module=DirectQueryAttention)
     return change_parts(spec, with_direct_queries)
+
+
+def with_l2_norms(spec: Any) -> Any:
+    """Return a spec of local layers whose attention has the norms of ``--qk-l2-norm``."""
+    if isinstance(spec, ModuleSpec) and issubclass(spec.module, SelfAttention):
+        parts = dataclasses.replace(spec.submodules, q_layernorm=L2Norm, k_layernorm=L2Norm)
+        return dataclasses.replace(spec, submodules=parts)
+    return change_parts(spec, with_l2_norms)
 
 
 def use_gemma_layers(model_config: Any, args: Namespace) -> None:
