@@ -202,6 +202,7 @@ def gemma_layers(args: Namespace) -> Rows:
             "--fused-allreduce-norm": args.fused_allreduce_norm,
             "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
             "--context-parallel-size above 1": args.context_parallel_size > 1,
+            "--mtp-num-layers": args.mtp_num_layers,  # Megatron-LM builds its blocks itself.
         }
         rows |= {
             f"--sandwich-norm, --residual-multiplier, --window-rotary-base exclude {flag}": given
