@@ -1,8 +1,11 @@
 """The exceptions that stand for bad input and for a lost run, and how a command ends on them."""
 
+import ast
 import errno
+import linecache
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from textwrap import shorten
@@ -92,6 +95,16 @@ def as_user_error(message: str) -> Iterator[None]:
     except BaseException as error:
         why = shorten(f"{type(error).__name__}: {error}", 400)
         raise UserError(f"{message} ({why})") from error
+
+
+def failed_check(error: BaseException) -> str:
+    """Return the condition of the assertion that failed, or the line that raised another error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    source, line = "".join(linecache.getlines(frame.filename)), frame.lineno or 0
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or 0):
+            return ast.unparse(node.test)
+    return frame.line or ""
 
 
 def error_behind(error: BaseException, error_type: type[_Error]) -> _Error | None:

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,7 +26,7 @@ from megatron_lowbit.arguments.values import (
     check_warmup,
 )
 from megatron_lowbit.command_line import CommandLine, print_help
-from megatron_lowbit.errors import UserError, as_user_error, require, say
+from megatron_lowbit.errors import UserError, as_user_error, failed_check, require, say
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
@@ -379,8 +378,7 @@ def in_one_line(error: Exception) -> str:
     """Return the message of an exception of Megatron-LM; without a message, the failed check."""
     message = " ".join(str(error).split())
     if not message:
-        check = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
-        message = f"Megatron-LM demands {check.removesuffix(' is not None')}"
+        message = f"Megatron-LM demands {failed_check(error).removesuffix(' is not None')}"
     if "apply_rope_fusion" in message:  # a field of the configuration, true by default
         message += " Or give --no-rope-fusion."
     return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)

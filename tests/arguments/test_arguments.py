@@ -516,3 +516,22 @@ def test_what_the_rotary_fusion_lacks_names_its_argument():
     assert in_one_line(refused.value).endswith(
         "Please install TE >= 1.4. Or give --no-rope-fusion."
     )
+
+
+def test_a_check_of_several_lines_without_a_message_is_named():
+    """Its first line, or another one, says nothing."""
+    args = argparse.Namespace(lr=None, min_lr=None)
+    with pytest.raises(AssertionError) as refused:
+        _check_in_several_lines(args)
+    refused.value.args = ()  # which pytest has rewritten
+    assert in_one_line(refused.value) == "Megatron-LM demands --lr is None and --min-lr"
+
+
+def _check_in_several_lines(args):
+    # fmt: off
+    assert (
+        args.lr is None
+        and args.min_lr is
+        not None
+    )
+    # fmt: on
