@@ -111,6 +111,7 @@ def document_masks(args: Namespace) -> Rows:
     if not args.dataloader_inter_document_masking:
         return {f"{padding} needs {flag}": multiple != 1}
     parts = 2 * args.context_parallel_size
+    is_captured = args.cuda_graph_impl != "none"
     exchanges_batches = args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1
     reasons = {
         "Transformer Engine layers, and so a GPU": args.transformer_impl != "transformer_engine",
@@ -118,9 +119,7 @@ def document_masks(args: Namespace) -> Rows:
         f"--pad-documents-to-multiple-of {parts}, or a multiple of that: each rank has two equal "
         "parts of every document": parts > 2 and multiple > 0 and multiple % parts != 0,
         "--micro-batch-size 1 in a pipeline: stages exchange one sequence": exchanges_batches,
-        "--cuda-graph-impl none: documents differ in every micro batch": (
-            args.cuda_graph_impl != "none"
-        ),
+        "--cuda-graph-impl none: documents differ in every micro batch": is_captured,
         "a data set of documents; omit --sft": args.sft,
         "samples of whole documents; omit --fim-data": args.fim_data,
         "no --reset-position-ids, whose effect it has; omit it": args.reset_position_ids,

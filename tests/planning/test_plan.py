@@ -347,10 +347,12 @@ def test_folded_operands_are_read_twice():
     The amaxes of SwiGLU's output and of its input's gradient come with them, unless it is apart.
     """
     model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe fp8-tile"
-    folded, separate, apart = (
+    folded, separate, clamped, offset, apart = (
         planned(f"{model} {more}").seconds["quantization"]
-        for more in ("", "--no-bias-swiglu-fusion", "--recipe-set folding=false")
-    )
+        for more in ("", "--no-bias-swiglu-fusion", "--activation-func-clamp-value 7",
+                     "--glu-linear-offset 1", "--recipe-set folding=false")
+    )  # fmt: skip
+    assert separate == clamped == offset
     layers = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
     tokens = 256 * 4096 * sum(inputs + outputs for inputs, outputs in layers)
     weights = sum(inputs * outputs for inputs, outputs in layers)
