@@ -309,7 +309,10 @@ def has_checkpoint(folder: Path) -> bool:
 
 def has_saved(start: Start) -> bool:
     """Return True if a trunk has saved the checkpoint that branches start from."""
-    latest = latest_iteration(start.folder) or 0
+    try:
+        latest = latest_iteration(start.folder) or 0
+    except UserError:  # The trunk is writing the tracker file, which is empty at first.
+        return False
     return latest >= start.iteration and iteration_directory(*start).is_dir()
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage.files import TRACKER
 from megatron_lowbit.study.command import main
-from megatron_lowbit.study.definition import jobs_of, read_study, study_of
+from megatron_lowbit.study.definition import Start, has_saved, jobs_of, read_study, study_of
 
 
 @pytest.mark.parametrize("words", ["--save x", "--save=x", "--seed 3", "--finetune"])
@@ -63,3 +64,13 @@ def test_a_branch_after_the_end_of_its_trunk_or_of_itself(tmp_path, trunk, own, 
             jobs_of(read_study(file), tmp_path, [])
     with pytest.raises(UserError, match=f"'late': begins at iteration {last + 1}; .* {last} or "):
         jobs_of(read_study(file), tmp_path, [])
+
+
+def test_a_trunk_has_saved_once_its_tracker_file_says_so(tmp_path):
+    """Megatron-LM empties the file before it writes it."""
+    start = Start(tmp_path, 20)
+    (tmp_path / "iter_0000020").mkdir()
+    assert not has_saved(start)
+    for text, saved in (("10", False), ("", False), ("20", True), ("", False), ("30", True)):
+        (tmp_path / TRACKER).write_text(text)
+        assert has_saved(start) == saved
