@@ -180,13 +180,19 @@ def check_weight(context, weight, format: str, options: dict, one_set: bool) -> 
         same(by_col, quantize(weight.t(), format, **options))
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of numbers, the sign of zero included, with the same bits for every NaN."""
+    x = x.float()
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
+
+
 def same(found, expected) -> None:
     assert found.format == expected.format and found.shape == expected.shape
     for name in ("codes", "scales", "tensor_scale"):
         one, other = getattr(found, name), getattr(expected, name)
         assert one.dtype == other.dtype and one.shape == other.shape, name
         if one.is_floating_point():
-            one, other = one.float().nan_to_num(nan=-1.0), other.float().nan_to_num(nan=-1.0)
+            one, other = bits(one), bits(other)
         assert torch.equal(one, other), name
 
 
