@@ -177,10 +177,8 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
             words.remove(flag)
     check_layers(args, machine)
     lines = translate_precision(args, words, machine)
-    has_recipe = "--precision-recipe" in words
-    for flag in OF_RECIPES:
-        require(has_recipe or flag not in words, f"{flag} needs a recipe, such as bf16")
-    if not (has_recipe or args.fp8 or args.fp4):
+    check_recipe(words)
+    if not ("--precision-recipe" in words or args.fp8 or args.fp4):
         idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
         lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
     if not args.use_checkpoint_args:  # a checkpoint may have experts
@@ -198,6 +196,12 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     if machine.capability is None:
         lines += adapt_to_cpu(args, words)
     return lines
+
+
+def check_recipe(words: CommandLine) -> None:
+    """Raise UserError for arguments of recipes on a command line without a recipe."""
+    for flag in OF_RECIPES if "--precision-recipe" not in words else ():
+        require(flag not in words, f"{flag} needs a recipe, such as bf16")
 
 
 def _idle_experts(args: Namespace, words: CommandLine) -> Iterator[str]:

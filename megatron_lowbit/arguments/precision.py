@@ -92,9 +92,7 @@ _PARAM_GATHER = ("--fp8-param-gather", "--fp4-param-gather")
 _UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-config-file")
 
 
-def translate_precision(
-    args: Namespace, words: CommandLine, machine: Machine, default: tuple[str, ...] = ()
-) -> list[str]:
+def translate_precision(args: Namespace, words: CommandLine, machine: Machine) -> list[str]:
     """Write a recipe into the arguments in place of Megatron-LM's flags, or leave FP8 or FP4 to it.
 
     Returns lines to print when the program starts. Raises UserError where arguments exclude each
@@ -105,7 +103,6 @@ def translate_precision(
             unless given.
         words: the same arguments as written on the command line; changed in place.
         machine: the machine of the run.
-        default: recipes where no argument names one.
     """
     if args.normalization == "MXNorm":
         words.remove("--normalization")
@@ -115,8 +112,6 @@ def translate_precision(
     sides, reason = _choose(args, words, machine)
     if sides:
         return _write_recipes(args, words, sides, reason)
-    if default:
-        words.add("--precision-recipe", *default)
     return [f"precision: {reason}"]
 
 

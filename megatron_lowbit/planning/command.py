@@ -30,14 +30,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         message = f"--{name.replace('_', '-')} {value}: must be positive"
         require(value is None or 0 < value < inf, message)
     # After the help, which needs no torch.
+    from megatron_lowbit.arguments.parser import front_parser, read_command_line
     from megatron_lowbit.planning.report import advice, report
     from megatron_lowbit.planning.search import plan_run
-    from megatron_lowbit.planning.training_arguments import TrainingArguments
 
     choices: list[list[str]] = [[]]
     if args.recipes is not None:
-        given = TrainingArguments(training).flags.precision_recipe
-        require(given is None, "--recipes excludes --precision-recipe: omit one of them")
+        given, _ = read_command_line(front_parser(), training)
+        require(
+            given.precision_recipe is None,
+            "--recipes excludes --precision-recipe: omit one of them",
+        )
         choices = [["--precision-recipe", name] for name in args.recipes]
     runs = [
         plan_run([*training, *choice], args.gpu, args.gpus, args.gpus_per_node, args.as_given,

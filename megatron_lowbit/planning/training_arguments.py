@@ -14,7 +14,12 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 
-from megatron_lowbit.arguments.parse import check_given, environment, translate_refusals
+from megatron_lowbit.arguments.parse import (
+    check_given,
+    check_recipe,
+    environment,
+    translate_refusals,
+)
 from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import Machine, translate_precision
 from megatron_lowbit.arguments.values import check_values
@@ -73,7 +78,10 @@ class TrainingArguments:
             if flag not in self._command_line:
                 self._command_line.add(flag, *values)
                 self.added += [flag, *values]
-        translate_precision(args, self._command_line, _RECIPES, default=("bf16",))
+        translate_precision(args, self._command_line, _RECIPES)
+        check_recipe(self._command_line)
+        if "--precision-recipe" not in self._command_line:
+            self._command_line.add("--precision-recipe", "bf16")
 
     @property
     def tokens(self) -> int | None:

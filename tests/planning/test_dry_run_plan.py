@@ -93,6 +93,7 @@ REFUSED = {
     ),
     "--context-parallel-size 2 --transformer-impl local": "2 with --transformer-impl local: its ",
     "--mxnorm --normalization RMSNorm --precision-recipe mxfp8": "needs --transformer-impl local",
+    "--quantized-param-gather --use-distributed-optimizer": "needs a recipe, such as bf16",
     "--skip-bad-iterations 2": "needs --save and --load with the same folder",
     "--num-layers-at-end-in-bf16 2": "needs --first-last-layers-bf16",
     "--sandwich-norm": "exclude --transformer-impl transformer_engine",
