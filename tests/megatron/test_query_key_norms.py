@@ -6,7 +6,10 @@ import torch
 from tests.megatron.tiny_models import TINY, built, one_rank
 
 # isort: split
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
+
+from megatron_lowbit.megatron.layers.specs import with_l2_norms
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds models on the CPU")
 
@@ -44,3 +47,8 @@ def test_latents_of_hybrids_are_normalized():
     line = f"{MODELS['hybrid'].replace('M*', 'M+')} --q-lora-rank 16 {LATENT}"
     kinds = norms(f"{line} --qk-layernorm", "q_layernorm", "kv_layernorm")
     assert kinds == {RMS}, kinds
+
+
+def test_parts_that_a_spec_names_keep_their_norms():
+    spec = ModuleSpec(module=("my_package.layers", "Attention"))
+    assert with_l2_norms(spec) == spec

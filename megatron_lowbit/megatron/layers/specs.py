@@ -139,7 +139,8 @@ def with_direct_queries(spec: Any) -> Any:
 
 def with_l2_norms(spec: Any) -> Any:
     """Return a spec of local layers whose attention has the norms of ``--qk-l2-norm``."""
-    if isinstance(spec, ModuleSpec) and issubclass(spec.module, SelfAttention):
+    is_module = isinstance(spec, ModuleSpec) and isinstance(spec.module, type)  # or names of one
+    if is_module and issubclass(spec.module, SelfAttention):
         parts = dataclasses.replace(spec.submodules, q_layernorm=L2Norm, k_layernorm=L2Norm)
         return dataclasses.replace(spec, submodules=parts)
     return change_parts(spec, with_l2_norms)
