@@ -116,6 +116,14 @@ def test_what_training_refuses_has_no_plan_and_no_dry_run(flags):
             refused()
 
 
+def test_a_dry_run_refuses_what_the_fused_all_reduce_excludes():
+    """Its models are built without it."""
+    line = words(f"{LLAMA} --transformer-impl local --tensor-model-parallel-size 2 "
+                 "--precision-recipe bf16 --fused-allreduce-norm --apply-layernorm-1p")  # fmt: skip
+    with pytest.raises(UserError, match=r"-norm needs a model without --apply-layernorm-1p$"):
+        pretrain.main([*line, "--dry-run", "--world-size", "8"])
+
+
 @pytest.mark.parametrize(("flags", "gib"), [("", "29.92"), ("--grad-reduce-in-bf16", "14.96")])
 def test_main_gradients_have_the_bytes_that_are_asked_for(flags, gib, capsys):
     """8,030,261,248 parameters of 4 or 2 bytes."""

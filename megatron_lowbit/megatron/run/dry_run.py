@@ -18,6 +18,7 @@ from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
+from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.arguments.parse import on_described_machine
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import PlannedEngine
@@ -30,7 +31,7 @@ from megatron_lowbit.megatron.recipe_hook import (
 )
 from megatron_lowbit.megatron.run.errors import translate_model_errors
 from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_anew
-from megatron_lowbit.recipes import Layer
+from megatron_lowbit.recipes import Layer, load_recipes
 
 
 class Parameters(NamedTuple):
@@ -67,6 +68,9 @@ def dry_run(args: Namespace) -> None:
     from megatron_lowbit.planning.report import describe_plan, planned_gpu
 
     check_starts_anew(args)
+    named = args.precision_recipe is not None
+    recipe = load_recipes(args.precision_recipe, args.recipe_set) if named else None
+    compatibility.check(args, recipe)  # The models below are built without some of the arguments.
     console = plain_console(130)
     gpu_name, reason = planned_gpu(args.dry_run_gpu)
     with translate_model_errors():
