@@ -244,7 +244,7 @@ def _change_activation(args: Namespace, words: CommandLine) -> Iterator[str]:
                     "--activation-func-fp8-input-store has none; omit one of them")  # fmt: skip
             words.add(unfused)
             args.bias_swiglu_fusion = False
-            yield f"{flag}: added {unfused}, for Megatron-LM's kernel ignores it"
+            yield f"{flag}: added {unfused}, for Megatron-LM's kernel lacks it"
 
 
 def _count_samples(args: Namespace, words: CommandLine) -> str:

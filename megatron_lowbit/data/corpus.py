@@ -99,12 +99,12 @@ class Corpus:
         tokenizer: Sequence[Path] = (),
     ) -> None:
         self._inputs, self._json_keys = list(map(Path, inputs)), json_keys
-        ignored = {os.path.realpath(file) for file in tokenizer}
+        ignored = {file.name: file for file in tokenizer if file.is_file()}
         self.files = [
             file
             for entry in self._inputs
             for file in _files_of(entry, pattern, frozenset(exclude))
-            if file == entry or os.path.realpath(file) not in ignored
+            if file == entry or file.name not in ignored or not file.samefile(ignored[file.name])
         ]
         names = ", ".join(map(str, inputs))
         filters = f"--pattern {pattern!r} and --exclude"

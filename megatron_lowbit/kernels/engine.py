@@ -255,8 +255,8 @@ class ReferenceEngine(Engine):
     name = "reference"
 
 
-class PlannedEngine(Engine):
-    """The engine of GPUs of one compute capability, as far as other machines can describe it."""
+class GpuEngine(Engine):
+    """The engine of GPUs of one compute capability; without kernels, it only describes them."""
 
     name = "fused"
 

@@ -12,7 +12,7 @@ from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.device_tables import MAX_MATRICES
 from megatron_lowbit.kernels.embedding import add_rows
-from megatron_lowbit.kernels.engine import Into, Pairs, PlannedEngine, ScaleAmax
+from megatron_lowbit.kernels.engine import GpuEngine, Into, Pairs, ScaleAmax
 from megatron_lowbit.kernels.gemm import folded_pair, multiply, plain
 from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
@@ -46,7 +46,7 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
-class FusedEngine(PlannedEngine):
+class FusedEngine(GpuEngine):
     """Triton quantization and FP8 tensor cores, on GPUs of one compute capability."""
 
     def __init__(self, capability: tuple[int, int]) -> None:

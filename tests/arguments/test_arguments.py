@@ -453,7 +453,7 @@ def test_changes_of_swiglu_take_effect_on_a_gpu(flag, parser, capsys):
     args, words = read_command_line(parser, shlex.split(f"{TINY} --swiglu {flag} 1"))
     lines = _translate(args, words, Machine((9, 0), transformer_engine=True))
     assert words.tokens()[-1] == unfused and not args.bias_swiglu_fusion
-    assert f"{flag}: added {unfused}, for Megatron-LM's kernel ignores it" in lines
+    assert f"{flag}: added {unfused}, for Megatron-LM's kernel lacks it" in lines
     given = f"--swiglu {flag} 1 --dry-run"
     assert not parse(given).bias_swiglu_fusion_on_gpus
     assert f"added {unfused}, for" in capsys.readouterr().out

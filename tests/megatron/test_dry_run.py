@@ -10,7 +10,7 @@ import torch
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.precision import Machine
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.kernels.engine import PlannedEngine, ReferenceEngine
+from megatron_lowbit.kernels.engine import GpuEngine, ReferenceEngine
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.recipe_hook import _products, model_config_of
 from megatron_lowbit.megatron.run import dry_run
@@ -313,7 +313,7 @@ def products(engine, *overrides, name="fp8-tile"):
     return list(_products(load_recipe(name, overrides), engine, model_layers(None, 4)))
 
 
-@pytest.mark.parametrize("engine", [ReferenceEngine("requested"), PlannedEngine((9, 0))])
+@pytest.mark.parametrize("engine", [ReferenceEngine("requested"), GpuEngine((9, 0))])
 def test_sums_are_those_of_the_recipe(engine):
     """Emulated sums are the same on every device; other GEMMs keep the engine's."""
     plain, changed = products(engine), products(engine, NARROW)
@@ -337,7 +337,7 @@ def test_a_gemm_in_high_precision_with_narrow_sums_is_named():
 
 
 def test_products_that_are_not_folded_are_named():
-    engine = PlannedEngine((9, 0))
+    engine = GpuEngine((9, 0))
     folded, plain = products(engine, name="mxfp8"), products(engine, "folding=false", name="mxfp8")
     assert all("folded to FP8 tensors" in line for line in folded)
     assert all("exact BF16, FP32" in line for line in plain)

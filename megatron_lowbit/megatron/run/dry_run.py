@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.arguments.parse import on_described_machine
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.kernels.engine import PlannedEngine
+from megatron_lowbit.kernels.engine import GpuEngine
 from megatron_lowbit.megatron.layers.state import layer_states
 from megatron_lowbit.megatron.recipe_hook import (
     RecipeHook,
@@ -109,7 +109,7 @@ def model_stages(
         hook.check(layers)
         if on_gpus is not None and capability is not None:
             if args.quantization_engine == "auto":
-                hook.engine = PlannedEngine(capability)
+                hook.engine = GpuEngine(capability)
             hook.args = on_gpus
             hook.show(layers, weights, capability)
     return stages
