@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable as torch_once_differentiable
 
 from megatron_lowbit.numerics.block_format import BlockFormat
 
@@ -86,6 +87,24 @@ def restore(ctx: Any) -> list[Any]:
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def once_differentiable(backward: _Function) -> _Function:
+    """Raise RuntimeError in a second derivative of an autograd function.
+
+    torch's decorator of this name does so only if the gradient of the output has a graph.
+    Otherwise the derivatives by input and weight, on which this gradient depends as well, would be
+    missing without an error.
+    """
+    refusing = torch_once_differentiable(backward)
+
+    @wraps(backward)
+    def call(ctx: Any, grad: Tensor, *rest: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            grad = grad.detach().requires_grad_()
+        return refusing(ctx, grad, *rest)
+
+    return call  # type: ignore[return-value]
 
 
 def eager(function: _Function) -> _Function:

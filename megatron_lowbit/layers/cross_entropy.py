@@ -5,10 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from megatron_lowbit.kernels import loss
+from megatron_lowbit.layers.autograd_state import once_differentiable
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.split import (
     DeviceRows,
@@ -22,7 +21,12 @@ from megatron_lowbit.kernels.split import (
     transposes_of,
 )
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autograd_state import restore, save, without_autocast
+from megatron_lowbit.layers.autograd_state import (
+    once_differentiable,
+    restore,
+    save,
+    without_autocast,
+)
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.counts import (
     DeviceCounts,

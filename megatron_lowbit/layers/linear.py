@@ -17,12 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.errors import require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autograd_state import eager, restore, save, without_autocast
+from megatron_lowbit.layers.autograd_state import (
+    eager,
+    once_differentiable,
+    restore,
+    save,
+    without_autocast,
+)
 from megatron_lowbit.layers.context import LinearContext, draw_key
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.numerics.gemms import Gemm

@@ -14,10 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from megatron_lowbit.layers.autograd_state import eager, restore, save, without_autocast
+from megatron_lowbit.layers.autograd_state import (
+    eager,
+    once_differentiable,
+    restore,
+    save,
+    without_autocast,
+)
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.linear import backward_linear, context_of, forward_linear
 

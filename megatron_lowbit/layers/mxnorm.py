@@ -16,11 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.engine import accumulate_into
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autograd_state import eager, restore, save, without_autocast
+from megatron_lowbit.layers.autograd_state import (
+    eager,
+    once_differentiable,
+    restore,
+    save,
+    without_autocast,
+)
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.linear import context_of
 from megatron_lowbit.layers.sharding import Shards, start_gather
