@@ -58,8 +58,8 @@ def convert(
         The model.
 
     Warns:
-        UserWarning: modules that the recipe would quantize and that are no ``nn.Linear`` with its
-            own ``forward``, by name.
+        UserWarning: modules that are no ``nn.Linear`` with its own ``forward`` and whose precision
+            is not the recipe's, by name.
 
     Raises:
         UserError: a recipe with switches, an output layer, delayed scaling or kinds of blocks; a
@@ -88,7 +88,7 @@ def convert(
     precisions = _precision_of_each(linears, recipe)
     for module, precision in precisions.items():
         _set_precision(module, precision, eval_precision)
-    others = [(layer, module) for layer, module in others if recipe.precision_for(layer).quantized]
+    others = [(layer, module) for layer, module in others if _differs(module, layer, recipe)]
     _share_scales(linears, precisions)
     if others:
         warnings.warn(_not_converted(recipe, others), stacklevel=2)
@@ -138,6 +138,14 @@ def _has_matrix(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear | _NOT_LINEAR):
         return isinstance(module, nn.Linear)
     return any(weight.ndim > 1 for weight in module.parameters(recurse=False))
+
+
+def _differs(module: nn.Module, layer: Layer, recipe: Recipe) -> bool:
+    """Check whether a module that is not converted has another precision than the recipe's."""
+    precision = recipe.precision_for(layer)
+    if isinstance(module, LowbitLinear):
+        return module.precision != precision
+    return precision.quantized
 
 
 def _precision_of_each(
@@ -207,5 +215,5 @@ def _not_converted(recipe: Recipe, others: Sequence[tuple[Layer, nn.Module]]) ->
     help = "; convert before what replaces forward, or undo that" if replaced else ""
     return (
         f"recipe {recipe.name}: {len(others)} modules in the blocks are no nn.Linear with its own "
-        f"forward and stay in high precision: {', '.join(shown)}{more}{help}"
+        f"forward and keep their precision: {', '.join(shown)}{more}{help}"
     )

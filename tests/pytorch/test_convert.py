@@ -1,6 +1,7 @@
 """convert(): which modules a recipe reaches, and what it refuses by name."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -308,6 +309,22 @@ def test_another_forward_is_named(recipe):
     )
     with pytest.raises(UserError, match=message):
         convert(model, recipe)
+
+
+class Sharded(LowbitLinear):
+    """Stands for the class that fully_shard or a parametrization gives a layer."""
+
+
+@pytest.mark.parametrize("change", [{"__class__": Sharded}, {"forward": abs}], ids=str)
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8-tile"])
+def test_a_converted_layer_that_keeps_another_recipe_is_named(recipe, change, recwarn):
+    model = convert(build(), "fp8-tile")
+    for name, value in change.items():
+        setattr(model.layers[1].up, name, value)
+    convert(model, recipe)
+    named = [r"1 modules .* keep their precision: layers\.1\.up"] * (recipe != "fp8-tile")
+    assert len(recwarn) == len(named)
+    assert all(map(re.search, named, [str(warning.message) for warning in recwarn]))
 
 
 class Attention(nn.Module):
