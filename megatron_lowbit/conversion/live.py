@@ -196,6 +196,7 @@ def _converted(model: nn.Module, layout: Layout) -> LiveExport:
         {name: (tuple(value.shape), [((0,) * value.dim(), value)]) for name, value in saved.items()}
     )
     weights: dict[str, Weight] = {}
+    modules = set(model.modules())
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LowbitLinear) and module.precision.fprop.rhs is not None:
             stored = _WRAPPER.sub("", f"{path}.weight").removeprefix(".")
@@ -205,6 +206,10 @@ def _converted(model: nn.Module, layout: Layout) -> LiveExport:
                 raise UserError(f"{path}: its weight is saved as another tensor, or part of one")
             weights[name] = _weight(module, name, tensors)
             check_weight(weights[name], layout, module.in_features)
+            require(
+                modules.issuperset(module.scaled_with) or not weights[name].format.tensor_scaled,
+                f"{path}: a layer with its tensor scale was replaced; convert the model again",
+            )
     require(len(weights) > 0, "quantized_weights: no converted layer quantizes a weight in fprop")
     _check_scales(weights.values())
     contents = (

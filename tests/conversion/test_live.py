@@ -1,5 +1,6 @@
 """Weights of a model in memory for a serving engine: the bits of training's forward pass."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from test_qat import MODEL, Run, layout_of
 from tiny_models import ROPE, config_of, make_model, weights
+from torch import nn
 from training_runs import record_weights
 
 from megatron_lowbit import LowbitLinear, convert, load_recipe
@@ -219,6 +221,23 @@ def test_tensor_scales_that_engines_do_not_load(recipe, named, tmp_path, capsys,
     if named:
         with pytest.raises(UserError, match=f"quantized_weights: {message}"):
             dict(quantized_weights(convert(model, recipe)))
+
+
+@pytest.mark.parametrize("replaces", [copy.deepcopy, lambda layer: nn.Linear(128, 128)])
+def test_a_layer_that_was_replaced_leaves_no_tensor_scale(replaces):
+    """Engines give queries, keys and values one tensor scale; formats without one have no such."""
+    for recipe in ("qat-nvfp4", "qat-mxfp4"):
+        model = convert(llama(torch.bfloat16), recipe)
+        attention = model.model.layers[0].self_attn
+        attention.k_proj = replaces(attention.k_proj).to(torch.bfloat16)
+        if recipe == "qat-nvfp4":
+            with pytest.raises(UserError, match=r"_proj: a layer .* was replaced"):
+                dict(quantized_weights(model))
+            convert(model, recipe)
+        tensors = dict(quantized_weights(model))
+        name = "model.layers.0.self_attn.{}_proj.weight_global_scale"
+        scales = [tensors.get(name.format(part)) for part in "qkv"]
+        assert scales == scales[:1] * 3
 
 
 def test_what_is_not_exported_is_refused():
