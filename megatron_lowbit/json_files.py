@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from megatron_lowbit.errors import UserError
 
+MAX_BYTES = 2**27
+"""Most bytes of a file: several times the largest tokenizer.json, and little memory."""
 MAX_DEPTH = 100
 """Levels of a file, well below what Python's functions can descend to."""
 _INT32 = 2**31 - 1
@@ -44,11 +46,26 @@ def read_object(path: Path, argument: str = "") -> dict[str, Any]:
     try:
         if not path.is_file():
             raise UserError(f"{source} is {'no file' if path.exists() else 'missing'}")
-        content = parse_json(path.read_bytes(), source)
     except OSError as error:
         raise UserError(f"{source}: cannot be read ({error.strerror})") from None
+    content = parse_json(read_small(path, source), source)
     _check_depth(content, source)
     return as_object(content, source)
+
+
+def read_small(path: Path, source: str = "") -> bytes:
+    """Read a file; raise a UserError that names the source where it is larger than such files are.
+
+    ``source``: what the error begins with; the path by default.
+    """
+    source = source or str(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UserError(f"{source}: has {size} bytes, more than {MAX_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
 
 
 def as_object(content: Any, source: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lowbit.errors import UserError, require, requiring
-from megatron_lowbit.json_files import Entries, read_object
+from megatron_lowbit.json_files import Entries, read_object, read_small
 
 _CHECKED_TOKENS = 1 << 24
 _CHUNK = 1 << 22
@@ -258,7 +258,7 @@ def _check_sidecar(
         f"{eod}; give that tokenizer_config.json or {_AGAIN}",
     )
     file = Path(tokenizer_model or "", "tokenizer.json")
-    sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    sha256 = hashlib.sha256(read_small(file)).hexdigest() if file.is_file() else None
     require(
         made_with == sha256 if made_with and sha256 else made_size <= vocab_size,
         f"--data-path {prefix}: made with the tokenizer of sha256 {str(made_with)[:12]} and "

@@ -20,7 +20,7 @@ from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.data.corpus import Corpus, add_corpus_arguments
 from megatron_lowbit.errors import UserError, as_user_error, require, say
 from megatron_lowbit.folders import check_file, check_folder, replace_text, replacing, writing
-from megatron_lowbit.json_files import Entries, read_object
+from megatron_lowbit.json_files import Entries, read_object, read_small
 from megatron_lowbit.storage.lock import FolderLock
 
 END_OF_TEXT = "<|endoftext|>"
@@ -148,10 +148,7 @@ def _eod_token(folder: Path) -> str:
 
 def _read(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:
     """Return the tokenizer of a tokenizer.json, and the file's content."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    content = read_small(path)
     with as_user_error(f"{path}: not a tokenizer of the tokenizers library"):
         return tokenizers.Tokenizer.from_buffer(content), content
 

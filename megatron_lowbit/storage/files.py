@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import replace_text, sync_directory
-from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object
+from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object, read_small
 from megatron_lowbit.storage.pickles import check_lengths
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -92,10 +92,7 @@ def _tracker_text(directory: str | Path) -> str | None:
     if not lexists(tracker):
         return None
     require(tracker.is_file(), f"{tracker}: is no file")
-    try:
-        return tracker.read_text(errors="replace").strip()
-    except OSError as error:
-        raise UserError(f"{tracker}: cannot be read ({error.strerror})") from None
+    return read_small(tracker).decode(errors="replace").strip()
 
 
 def write_tracker(directory: Path, iteration: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shlex
 import shutil
 import struct
@@ -110,6 +111,13 @@ def test_invalid_json(broken, content, message):
         (broken / name).write_bytes(content)
         refused(broken, f"{name}: .*{message}")
         (broken / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_file_that_is_too_large_for_memory(broken, name):
+    """Such a file may be sparse, and take no space on a disk."""
+    os.truncate(broken / name, 2**40)
+    refused(broken, f"{name}: has 1099511627776 bytes, more than 134217728")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tokenizer folders that no honest model has: each command reads them, or says why in one line."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -109,6 +110,13 @@ def read(broken: Path, reader: str) -> str | None:
         assert {*broken.parent.iterdir()} == before
         return str(error)
     return None
+
+
+def test_a_tokenizer_that_is_too_large_for_memory(broken):
+    os.truncate(broken / "tokenizer.json", 2**40)
+    for read in (READERS["preprocess"], READERS["to-gguf"]):
+        with pytest.raises(UserError, match=r"tokenizer\.json: has 1099511627776 bytes"):
+            read(broken)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

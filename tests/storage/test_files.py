@@ -180,6 +180,9 @@ def test_a_tracker_that_is_no_text_or_a_folder(saved):
     with pytest.raises(UserError, match="is not an iteration") as caught:
         files.latest_iteration(saved)
     assert len(str(caught.value).replace(str(saved), "")) < 300
+    os.truncate(tracker, 2**40)
+    with pytest.raises(UserError, match=f"{files.TRACKER}: has 1099511627776 bytes"):
+        files.latest_iteration(saved)
     tracker.unlink()
     tracker.mkdir()
     for read in (files.latest_iteration, files.release):

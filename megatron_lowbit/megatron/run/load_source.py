@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.safe_globals import SafeUnpickler
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import read_small
 from megatron_lowbit.megatron.run.common_state import saved_args
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.recipes.te_config import FACTORIES
@@ -174,7 +175,7 @@ def _restore_tracker(args: Namespace, directory: Path) -> None:
     tracker = directory / files.TRACKER
     is_missing = not os.path.lexists(tracker) and not args.ckpt_step
     is_missing = is_missing and _is_saved_to(args, directory)
-    is_empty = tracker.is_file() and not tracker.read_text(errors="replace").strip()
+    is_empty = tracker.is_file() and not read_small(tracker).strip()
     if not (is_missing or is_empty):
         return
     last = files.last_saved(directory)
