@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lowbit.data.corpus import text_of
+from megatron_lowbit.data.corpus import numbered_lines, text_of
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import reason
 from megatron_lowbit.json_files import as_object, parse_json
@@ -28,10 +28,10 @@ class Conversations:
         index, start = [], 0
         try:
             with open(path, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
+                for number, (source, line) in enumerate(numbered_lines(path, lines), 1):
                     end = start + len(line)
                     if line.strip():
-                        count = len(_parse(line, f"{path}:{number}"))
+                        count = len(_parse(line, source))
                         index += [(start, end, number, part) for part in range(count)]
                     start = end
         except (OSError, ValueError) as error:

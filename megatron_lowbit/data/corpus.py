@@ -267,14 +267,19 @@ def _lines(
 ) -> Iterator[Document]:
     """Yield a document for each line that is not empty; errors name file:line."""
     read = 0
-    for number, line in enumerate(iter(partial(unpacked.readline, _MOST_BYTES), b""), 1):
-        source = f"{path}:{number}"
-        require(len(line) < _MOST_BYTES, f"{source}: longer than {_MOST_BYTES >> 30} GiB")
+    for source, line in numbered_lines(path, unpacked):
         if line.strip():
             texts = _texts_of(parse_json(line, source), keys, source)
             position = stored.tell()
             yield Document(texts, position - read)
             read = position
+
+
+def numbered_lines(path: str | Path, stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    """Yield file:line and content of each line; raise UserError for one too long for memory."""
+    for number, line in enumerate(iter(partial(stream.readline, _MOST_BYTES), b""), 1):
+        require(len(line) < _MOST_BYTES, f"{path}:{number}: longer than {_MOST_BYTES >> 30} GiB")
+        yield f"{path}:{number}", line
 
 
 def _records(

@@ -64,3 +64,10 @@ def test_files_that_hold_none(file, tmp_path):
         Conversations(file(b""))
     with pytest.raises(UserError, match="none: No such file or directory; --sft reads "):
         Conversations(str(tmp_path / "none"))
+
+
+def test_a_line_that_is_too_long_for_memory(file, monkeypatch):
+    monkeypatch.setattr("megatron_lowbit.data.corpus._MOST_BYTES", 1000)
+    path = file({"messages": [ASKS, ANSWERS]}, b"\0" * 1000)
+    with pytest.raises(UserError, match=f"^{path}:2: longer than"):
+        Conversations(path)
