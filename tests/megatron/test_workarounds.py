@@ -42,7 +42,9 @@ GELU, OWN = torch.nn.functional.gelu, {"rope_scaling_factor": 8.0}
 def test_ignored_arguments_are_applied(fields, changes, factor, activation):
     """A line names each change."""
     config = SimpleNamespace(**fields, transformer=SimpleNamespace(activation_func=GELU))
-    given = {"use_rope_scaling": False, "openai_gelu": False, "bias_gelu_fusion": False}
+    given = dict.fromkeys(
+        ("use_rope_scaling", "openai_gelu", "bias_gelu_fusion", "multi_latent_attention"), False
+    ) | {"hybrid_layer_pattern": None}
     args = Namespace(**OWN | given | changes)
     lines = list(apply_ignored_arguments(config, args))
     assert getattr(config, "rope_scaling_factor", None) == factor

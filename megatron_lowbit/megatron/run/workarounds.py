@@ -7,7 +7,7 @@ docs/research/upstream-notes.md describes them. What no workaround helps is refu
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +26,10 @@ def use_prebuilt_dataset_helpers() -> None:
 
 
 def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]:
-    """Apply ``--rope-scaling-factor`` and ``--openai-gelu`` to a model's configuration.
+    """Apply arguments that Megatron-LM parses and then ignores to a model's configuration.
 
-    Yields a line to print for each. ``gpt_config_from_args`` leaves the factor at 8. No code reads
+    Yields a line to print for each. ``gpt_config_from_args`` leaves ``--rope-scaling-factor`` at 8,
+    hybrids do not scale at all, and rotate interleaved pairs by the angles of halves. No code reads
     ``--openai-gelu``: Megatron-LM computes the tanh approximation of GELU where it fuses bias and
     activation, and exact GELU elsewhere, such as on a CPU.
     """
@@ -41,6 +42,24 @@ def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]
     if args.openai_gelu and not args.bias_gelu_fusion:
         model_config.transformer.activation_func = openai_gelu
         yield "--openai-gelu applied: Megatron-LM ignores it"
+    is_hybrid = args.hybrid_layer_pattern is not None and not args.multi_latent_attention
+    if is_hybrid and args.position_embedding_type == "rope":
+        for flag in ("--use-rope-scaling", "--rotary-interleaved"):
+            if getattr(args, flag[2:].replace("-", "_")):
+                yield f"{flag} applied: Megatron-LM ignores it in hybrids"
+        model_config.pre_wrap_hooks.append(partial(_complete_rotary_embeddings, args))
+
+
+def _complete_rotary_embeddings(
+    args: Namespace, chunks: list[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """Give the rotary embeddings of a hybrid's chunks the arguments that they lack."""
+    for chunk in chunks:
+        rotary: Any = chunk.rotary_pos_emb
+        rotary.rotary_interleaved = args.rotary_interleaved
+        if args.use_rope_scaling:
+            rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, args.rope_scaling_factor)
+    return chunks
 
 
 def hide_loss_from_second_parse() -> None:
