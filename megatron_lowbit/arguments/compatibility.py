@@ -7,6 +7,7 @@ whether the combination is given. Training, dry runs and plans read all of them 
 from argparse import Namespace
 
 from megatron_lowbit.arguments.graph_compatibility import Rows, cuda_graphs, graphs_of_experts
+from megatron_lowbit.arguments.layer_compatibility import gemma_layers, positions
 from megatron_lowbit.arguments.parse import OF_RECIPES, on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
@@ -23,6 +24,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]
     rows += [megatron_fsdp(args), schedules(args), gemma_layers(args), document_masks(args)]
     rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
+    rows.append(positions(args))
     if recipe is None:
         given = {flag: vars(args)[flag[2:].replace("-", "_")] for flag in OF_RECIPES}
         rows.append({f"{flag} needs a recipe, such as bf16": on for flag, on in given.items()})
@@ -183,34 +185,6 @@ def schedules(args: Namespace) -> Rows:
         "computation; omit it": args.hybrid_layer_pattern,
         # Megatron-LM refuses it in the forward pass that its schedule passes by.
         f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel": splits,
-    }
-
-
-def gemma_layers(args: Namespace) -> Rows:
-    """Return models that exclude the parts of Gemma 3's and Granite's layers."""
-    other = args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu)
-    is_scaled, base = args.residual_multiplier != 1, args.window_rotary_base
-    rows: Rows = {
-        "--geglu: the model has another activation already; give one of them": other,
-        "--residual-multiplier does not go with --sandwich-norm": is_scaled and args.sandwich_norm,
-    }
-    if args.sandwich_norm or base or is_scaled:
-        excluded = {
-            "--transformer-impl transformer_engine": args.transformer_impl != "local",
-            "--mxnorm": args.mxnorm,
-            "--fused-allreduce-norm": args.fused_allreduce_norm,
-            "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
-            "--context-parallel-size above 1": args.context_parallel_size > 1,
-            "--mtp-num-layers": args.mtp_num_layers,  # Megatron-LM builds its blocks itself.
-        }
-        rows |= {
-            f"--sandwich-norm, --residual-multiplier, --window-rotary-base exclude {flag}": given
-            for flag, given in excluded.items()
-        }
-    is_rotary = args.position_embedding_type == "rope"
-    return rows | {
-        "--window-rotary-base needs --position-embedding-type rope": base and not is_rotary,
-        "--window-rotary-base needs --window-size": base and not args.window_size,
     }
 
 

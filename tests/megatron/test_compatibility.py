@@ -261,6 +261,7 @@ def test_what_sending_codes_to_experts_needs_and_excludes(name, value, reason):
         ({"residual_multiplier": 0.5, "mtp_num_layers": 2}, "exclude --mtp-num-layers"),
         ({"window_rotary_base": 10000, "mtp_num_layers": 1}, "exclude --mtp-num-layers"),
         ({"window_rotary_base": 10000, "position_embedding_type": "none"}, "needs --position-emb"),
+        ({"window_rotary_base": 10000, "multi_latent_attention": True}, "multi-latent-attention$"),
         ({"window_rotary_base": 10000}, "^--window-rotary-base needs --window-size$"),
     ],
 )
@@ -376,3 +377,36 @@ def test_graphs_that_a_dispatcher_would_wait_in_are_refused(changes, way_out):
 )
 def test_graphs_of_parts_and_of_padded_experts_are_taken(changes):
     check_experts(**changes)
+
+
+@pytest.mark.parametrize("recipe", [None, ["mxfp8"]])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"position_embedding_type": "relative"}, "^--position-embedding-type relative: .*rope$"),
+        ({"position_embedding_type": "mrope"}, "^--position-embedding-type mrope: "),
+        (
+            {"position_embedding_type": "yarn", "multi_latent_attention": True},
+            "^--position-embedding-type yarn with --multi-latent-attention, .*--rope-type yarn$",
+        ),
+        (
+            {"position_embedding_type": "yarn", "rotary_interleaved": True},
+            "^--rotary-interleaved with --position-embedding-type yarn: ",
+        ),
+        (
+            {"position_embedding_type": "yarn", "rotary_percent": 0.5},
+            "^--rotary-percent with --position-embedding-type yarn: ",
+        ),
+        (
+            {"yarn_correction_range_round_to_int": False, "multi_latent_attention": True},
+            "^--no-yarn-correction-range-round-to-int with --multi-latent-attention: ",
+        ),
+        (
+            {"yarn_beta_fast": 16, "multi_latent_attention": True},
+            "^--yarn-beta-fast with --multi-latent-attention: .* takes 32$",
+        ),
+    ],
+)
+def test_parts_that_a_layer_lacks_are_refused(changes, named, recipe):
+    with pytest.raises(UserError, match=named):
+        hooks(recipe, **changes)

@@ -1,0 +1,63 @@
+"""Parts of layers that a model excludes, as rows of ``compatibility.py``."""
+
+from argparse import Namespace
+
+from megatron_lowbit.arguments.graph_compatibility import Rows
+
+
+def positions(args: Namespace) -> Rows:
+    """Return position embeddings, and settings of them, that a model does not have."""
+    kind, is_latent = args.position_embedding_type, args.multi_latent_attention
+    fixed = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    ignored = {
+        f"--yarn-{name.replace('_', '-')} with --multi-latent-attention: Megatron-LM ignores it, "
+        f"and takes {value}": getattr(args, f"yarn_{name}") not in (None, value)
+        for name, value in fixed.items()
+        if is_latent
+    }
+    rounds = args.yarn_correction_range_round_to_int is not False
+    return ignored | {
+        "--no-yarn-correction-range-round-to-int with --multi-latent-attention: Megatron-LM "
+        "ignores it": is_latent and not rounds,
+        f"--position-embedding-type {kind}: Megatron-LM's models of text have no such positions; "
+        "give rope": kind in ("relative", "mrope"),
+        "--rotary-interleaved with --position-embedding-type yarn: YaRN rotates halves of heads": (
+            kind == "yarn" and args.rotary_interleaved
+        ),
+        "--rotary-percent with --position-embedding-type yarn: YaRN rotates whole heads": (
+            kind == "yarn" and args.rotary_percent != 1
+        ),
+        "--position-embedding-type yarn with --multi-latent-attention, which rotates a part of its "
+        "own: give rope, and --rope-type yarn": kind == "yarn" and is_latent,
+    }
+
+
+def gemma_layers(args: Namespace) -> Rows:
+    """Return models that exclude the parts of Gemma 3's and Granite's layers."""
+    other = args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu)
+    is_scaled, base = args.residual_multiplier != 1, args.window_rotary_base
+    rows: Rows = {
+        "--geglu: the model has another activation already; give one of them": other,
+        "--residual-multiplier does not go with --sandwich-norm": is_scaled and args.sandwich_norm,
+    }
+    if args.sandwich_norm or base or is_scaled:
+        excluded = {
+            "--transformer-impl transformer_engine": args.transformer_impl != "local",
+            "--mxnorm": args.mxnorm,
+            "--fused-allreduce-norm": args.fused_allreduce_norm,
+            "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
+            "--context-parallel-size above 1": args.context_parallel_size > 1,
+            "--mtp-num-layers": args.mtp_num_layers,  # Megatron-LM builds its blocks itself.
+        }
+        rows |= {
+            f"--sandwich-norm, --residual-multiplier, --window-rotary-base exclude {flag}": given
+            for flag, given in excluded.items()
+        }
+    is_rotary = args.position_embedding_type == "rope"
+    return rows | {
+        "--window-rotary-base does not go with --multi-latent-attention": (
+            base and args.multi_latent_attention
+        ),
+        "--window-rotary-base needs --position-embedding-type rope": base and not is_rotary,
+        "--window-rotary-base needs --window-size": base and not args.window_size,
+    }
