@@ -32,6 +32,17 @@ def positions(args: Namespace) -> Rows:
     }
 
 
+def recomputation(args: Namespace) -> Rows:
+    """Return recomputed modules whose backward pass does not end."""
+    is_selective = args.recompute_granularity == "selective"
+    recomputed = is_selective and "mlp" in (args.recompute_modules or ())
+    by_megatron = not (args.fp8 or args.fp4)  # Transformer Engine's function takes biases.
+    return {
+        "--recompute-modules mlp needs --disable-bias-linear: the backward pass of a recomputed "
+        "MLP with biases does not end": recomputed and by_megatron and args.add_bias_linear,
+    }
+
+
 def gemma_layers(args: Namespace) -> Rows:
     """Return models that exclude the parts of Gemma 3's and Granite's layers."""
     other = args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu)

@@ -405,8 +405,18 @@ def test_graphs_of_parts_and_of_padded_experts_are_taken(changes):
             {"yarn_beta_fast": 16, "multi_latent_attention": True},
             "^--yarn-beta-fast with --multi-latent-attention: .* takes 32$",
         ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+            "^--recompute-modules mlp needs --disable-bias-linear: ",
+        ),
     ],
 )
 def test_parts_that_a_layer_lacks_are_refused(changes, named, recipe):
     with pytest.raises(UserError, match=named):
         hooks(recipe, **changes)
+
+
+def test_mlps_without_biases_are_recomputed():
+    mlp = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    assert hooks(None, **mlp, add_bias_linear=False) == []
+    assert hooks(None, **mlp | {"recompute_granularity": "full"}) == []
