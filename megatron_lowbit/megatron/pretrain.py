@@ -81,6 +81,7 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
         container = pretrain_cfg_container_from_args(args, model_config)
     with (
         errors.translate_machine_limits(args),
+        errors.translate_build_errors(model_config),
         unfilled_memory(args),
         explain_interruption(args),
         validate_once(),

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tiny_run import done, refused, steps
+from tiny_run import LATENT, done, refused, steps
 
 from megatron_lowbit.data import dataset
 from megatron_lowbit.megatron import recipe_hook
@@ -80,6 +80,8 @@ REFUSED = [
      "from tokens 200 on, all by fp8-tensorwise", "is fp8-tensor-e4m3"),
     (f"{LATE}'{{iteration: 1, to: fp8-tile}}'", *IN_LATE,
      "from iteration 1 on", "--hidden-size 64", "128"),
+    # What Megatron-LM refuses while it builds the model.
+    (f"{' '.join(map(str, LATENT))} --qk-l2-norm", "qk_l2_norm is not supported with MLA"),
     # Stored weights.
     (f"{STORED} --bf16 --precision-recipe nvfp4", STORED, "needs --use-distributed-optimizer"),
     (f"{DISTRIBUTED} --precision-recipe fp8-delayed", STORED, "under delayed scaling"),

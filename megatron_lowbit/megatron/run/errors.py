@@ -7,6 +7,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -131,6 +132,24 @@ def translate_model_errors() -> Iterator[None]:
             raise
         message = f"{type(error).__name__}: {in_one_line(error)}"
         raise UserError(f"Megatron-LM cannot build the model: {message}") from error
+
+
+@contextmanager
+def translate_build_errors(model_config: Any) -> Iterator[None]:
+    """Raise UserError where Megatron-LM cannot build the model of a configuration."""
+    builder = model_config.get_builder_cls()
+    upstream = builder.build_model
+
+    @wraps(upstream)
+    def build_model(*args: Any, **options: Any) -> Any:
+        with translate_model_errors():
+            return upstream(*args, **options)
+
+    builder.build_model = build_model
+    try:
+        yield
+    finally:
+        builder.build_model = upstream
 
 
 def _is_ours(error: Exception) -> bool:
