@@ -7,7 +7,12 @@ whether the combination is given. Training, dry runs and plans read all of them 
 from argparse import Namespace
 
 from megatron_lowbit.arguments.graph_compatibility import Rows, cuda_graphs, graphs_of_experts
-from megatron_lowbit.arguments.layer_compatibility import gemma_layers, positions, recomputation
+from megatron_lowbit.arguments.layer_compatibility import (
+    experts,
+    gemma_layers,
+    positions,
+    recomputation,
+)
 from megatron_lowbit.arguments.parse import OF_RECIPES, on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
@@ -24,7 +29,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]
     rows += [megatron_fsdp(args), schedules(args), gemma_layers(args), document_masks(args)]
     rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
-    rows += [positions(args), recomputation(args)]
+    rows += [positions(args), recomputation(args), experts(args)]
     if recipe is None:
         given = {flag: vars(args)[flag[2:].replace("-", "_")] for flag in OF_RECIPES}
         rows.append({f"{flag} needs a recipe, such as bf16": on for flag, on in given.items()})

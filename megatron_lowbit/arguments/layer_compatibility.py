@@ -8,17 +8,8 @@ from megatron_lowbit.arguments.graph_compatibility import Rows
 def positions(args: Namespace) -> Rows:
     """Return position embeddings, and settings of them, that a model does not have."""
     kind, is_latent = args.position_embedding_type, args.multi_latent_attention
-    fixed = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-    ignored = {
-        f"--yarn-{name.replace('_', '-')} with --multi-latent-attention: Megatron-LM ignores it, "
-        f"and takes {value}": getattr(args, f"yarn_{name}") not in (None, value)
-        for name, value in fixed.items()
-        if is_latent
-    }
-    rounds = args.yarn_correction_range_round_to_int is not False
+    ignored = _ignored_by_latent_attention(args) if is_latent else {}
     return ignored | {
-        "--no-yarn-correction-range-round-to-int with --multi-latent-attention: Megatron-LM "
-        "ignores it": is_latent and not rounds,
         f"--position-embedding-type {kind}: Megatron-LM's models of text have no such positions; "
         "give rope": kind in ("relative", "mrope"),
         "--rotary-interleaved with --position-embedding-type yarn: YaRN rotates halves of heads": (
@@ -30,6 +21,43 @@ def positions(args: Namespace) -> Rows:
         "--position-embedding-type yarn with --multi-latent-attention, which rotates a part of its "
         "own: give rope, and --rope-type yarn": kind == "yarn" and is_latent,
     }
+
+
+def _ignored_by_latent_attention(args: Namespace) -> Rows:
+    """Return arguments of positions and scales that latent attention does not read."""
+    is_yarn, length = args.rope_type != "rope", args.yarn_original_max_position_embeddings
+    flags = {
+        "--yarn-original-max-position-embeddings": length not in (None, 4096),
+        "--yarn-beta-fast": args.yarn_beta_fast not in (None, 32),
+        "--yarn-beta-slow": args.yarn_beta_slow not in (None, 1),
+        "--no-yarn-correction-range-round-to-int": args.yarn_correction_range_round_to_int is False,
+        "--use-rope-scaling": args.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": args.rotary_seq_len_interpolation_factor,
+        "--no-rope-freq": args.no_rope_freq,
+        "--rotary-percent and --rope-type yarn": is_yarn and args.rotary_percent != 1,
+        "--mup-base-head-dim": args.mup_base_head_dim,
+    }
+    is_scaled = args.use_mup and args.mup_attn_scale_power != 0.5
+    return {
+        f"{flag} with --multi-latent-attention: latent attention of Megatron-LM ignores it": given
+        for flag, given in flags.items()
+    } | {
+        "--use-mup with --multi-latent-attention needs --mup-attn-scale-power 0.5: Megatron-LM "
+        "scales latent attention by no other power": is_scaled,
+    }
+
+
+def experts(args: Namespace) -> Rows:
+    """Return orders of the weights of gated experts that their layers do not have."""
+    return {
+        f"{flag} needs {other}": size is not None and not given
+        for flag, size, other, given in (
+            ("--moe-mlp-glu-interleave-size", args.moe_mlp_glu_interleave_size,
+             "--moe-grouped-gemm", args.moe_grouped_gemm),
+            ("--moe-shared-expert-glu-interleave-size", args.moe_shared_expert_glu_interleave_size,
+             "--use-grouped-gemm-for-shared-expert", args.use_grouped_gemm_for_shared_expert),
+        )
+    }  # fmt: skip
 
 
 def recomputation(args: Namespace) -> Rows:

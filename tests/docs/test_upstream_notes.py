@@ -94,6 +94,7 @@ CITED = {
     "transformer_layer.py:557": "CudaGraphModule.attn in self.config.cuda_graph_modules",
     "mlp.py:309": "= bias_swiglu_impl(",
     "hybrid_model.py:247": "self.rotary_pos_emb = RotaryEmbedding(",
+    "multi_latent_attention.py:178": "self.softmax_scale = mscale * mscale",
     "multi_latent_attention.py:195": "beta_fast=self.config.beta_fast,",
     "gpt.py:120": "return get_gpt_layer_local_spec(",
     "mlp.py:354": "output += output_bias",

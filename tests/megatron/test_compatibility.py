@@ -397,13 +397,10 @@ def test_graphs_of_parts_and_of_padded_experts_are_taken(changes):
             {"position_embedding_type": "yarn", "rotary_percent": 0.5},
             "^--rotary-percent with --position-embedding-type yarn: ",
         ),
+        ({"moe_mlp_glu_interleave_size": 8, "num_experts": 2}, "needs --moe-grouped-gemm$"),
         (
-            {"yarn_correction_range_round_to_int": False, "multi_latent_attention": True},
-            "^--no-yarn-correction-range-round-to-int with --multi-latent-attention: ",
-        ),
-        (
-            {"yarn_beta_fast": 16, "multi_latent_attention": True},
-            "^--yarn-beta-fast with --multi-latent-attention: .* takes 32$",
+            {"moe_shared_expert_glu_interleave_size": 8, "num_experts": 2},
+            "needs --use-grouped-gemm-for-shared-expert$",
         ),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
@@ -420,3 +417,31 @@ def test_mlps_without_biases_are_recomputed():
     mlp = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     assert hooks(None, **mlp, add_bias_linear=False) == []
     assert hooks(None, **mlp | {"recompute_granularity": "full"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("yarn_original_max_position_embeddings", 8192, "--yarn-original-max-position-embeddings"),
+        ("yarn_beta_fast", 16, "--yarn-beta-fast"),
+        ("yarn_beta_slow", 2, "--yarn-beta-slow"),
+        ("yarn_correction_range_round_to_int", False, "--no-yarn-correction-range-round-to-int"),
+        ("use_rope_scaling", True, "--use-rope-scaling"),
+        ("rotary_seq_len_interpolation_factor", 2, "--rotary-seq-len-interpolation-factor"),
+        ("no_rope_freq", [1], "--no-rope-freq"),
+        ("rotary_percent", 0.5, "--rotary-percent and --rope-type yarn"),
+        ("mup_base_head_dim", 4.0, "--mup-base-head-dim"),
+        ("use_mup", True, "--use-mup"),
+    ],
+)
+def test_latent_attention_refuses_what_it_ignores(name, value, flag):
+    """Other attention has all of them."""
+    hooks(None, **{name: value})
+    with pytest.raises(UserError, match=f"^{flag} with --multi-latent-attention"):
+        hooks(None, **{name: value}, multi_latent_attention=True)
+
+
+def test_latent_attention_has_its_own_positions_and_scales():
+    own = {"rope_type": "rope", "rotary_percent": 0.5, "yarn_beta_fast": 32}
+    own |= {"use_mup": True, "mup_attn_scale_power": 0.5, "q_lora_rank": 8}
+    assert hooks(None, **own, multi_latent_attention=True) == []
