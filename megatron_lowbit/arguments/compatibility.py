@@ -208,6 +208,10 @@ def quantized_layers(args: Namespace) -> Rows:
         "--use-transformer-engine-op-fuser": (
             "its operations pass by the layers' forward pass", args.use_transformer_engine_op_fuser
         ),
+        "--use-grouped-gemm-for-shared-expert": (
+            "its operations pass by the layers' forward pass",
+            args.use_grouped_gemm_for_shared_expert,
+        ),
         "--fp8-format": (replaced, args.fp8 is not None),
         "--fp4-format": (replaced, args.fp4 is not None),
         "--fp16": ("recipes quantize BF16 and FP32", vars(args).get("fp16")),

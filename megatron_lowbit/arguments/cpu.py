@@ -88,6 +88,7 @@ _REMOVED = {
         --fused-residual-rmsnorm --use-te-activation-func --use-transformer-engine-op-fuser
         --te-rng-tracker --log-max-attention-logit --te-precision-config-file
         --tp-comm-overlap --delay-wgrad-compute
+        --use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size
     """,
     _GRAPH: """
         --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps

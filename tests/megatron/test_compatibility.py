@@ -83,6 +83,7 @@ def test_arguments_that_compute_the_output_layer_are_refused(name, value, flag):
         ),
         ("expert_gtp_weight_remat_size", 2, "--expert-tensor-parallel-num-weight-shards"),
         ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
+        ("use_grouped_gemm_for_shared_expert", True, "--use-grouped-gemm-for-shared-expert"),
         ("fp8", "e4m3", "--fp8-format"),
         ("fp4", "e2m1", "--fp4-format"),
     ],
