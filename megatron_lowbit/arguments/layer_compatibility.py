@@ -49,11 +49,15 @@ def _ignored_by_latent_attention(args: Namespace) -> Rows:
 
 def experts(args: Namespace) -> Rows:
     """Return orders of the weights of gated experts that their layers do not have."""
+    # Without a recipe, local experts are computed one by one.
+    is_grouped = args.moe_grouped_gemm and (
+        args.transformer_impl != "local" or args.precision_recipe is not None
+    )
     return {
         f"{flag} needs {other}": size is not None and not given
         for flag, size, other, given in (
             ("--moe-mlp-glu-interleave-size", args.moe_mlp_glu_interleave_size,
-             "--moe-grouped-gemm", args.moe_grouped_gemm),
+             "--moe-grouped-gemm, and in local layers a recipe", is_grouped),
             ("--moe-shared-expert-glu-interleave-size", args.moe_shared_expert_glu_interleave_size,
              "--use-grouped-gemm-for-shared-expert", args.use_grouped_gemm_for_shared_expert),
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_lowbit.arguments.cpu import adapt_to_cpu
 from megatron_lowbit.arguments.from_checkpoint import check_loads
+from megatron_lowbit.arguments.idle import idle_arguments
 from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import (
     BF16_BLOCKS,
@@ -182,8 +183,8 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     if not ("--precision-recipe" in words or args.fp8 or args.fp4):
         idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
         lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
-    if not args.use_checkpoint_args:  # a checkpoint may have experts
-        lines += _idle_experts(args, words)
+    if not args.use_checkpoint_args:  # a checkpoint may have another model
+        lines += idle_arguments(args, words)
     if "--eval-interval" not in words:
         words.add("--eval-interval", str(_NEVER))
         lines.append("--eval-interval is not given and has no default: evaluating at the end only")
@@ -203,16 +204,6 @@ def check_recipe(words: CommandLine) -> None:
     """Raise UserError for arguments of recipes on a command line without a recipe."""
     for flag in OF_RECIPES if "--precision-recipe" not in words else ():
         require(flag not in words, f"{flag} needs a recipe, such as bf16")
-
-
-def _idle_experts(args: Namespace, words: CommandLine) -> Iterator[str]:
-    """Yield lines about arguments of experts that have no effect."""
-    given = sorted(name for name in words.destinations() if name.startswith("moe_"))
-    if given and args.num_experts is None:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        yield f"{flags}: without effect, the model has no experts"
-    elif "moe_router_bias_update_rate" in given and not args.moe_router_enable_expert_bias:
-        yield "--moe-router-bias-update-rate: without effect, no expert has a bias"
 
 
 def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:

@@ -398,7 +398,7 @@ def test_graphs_of_parts_and_of_padded_experts_are_taken(changes):
             {"position_embedding_type": "yarn", "rotary_percent": 0.5},
             "^--rotary-percent with --position-embedding-type yarn: ",
         ),
-        ({"moe_mlp_glu_interleave_size": 8, "num_experts": 2}, "needs --moe-grouped-gemm$"),
+        ({"moe_mlp_glu_interleave_size": 8, "num_experts": 2}, "needs --moe-grouped-gemm, "),
         (
             {"moe_shared_expert_glu_interleave_size": 8, "num_experts": 2},
             "needs --use-grouped-gemm-for-shared-expert$",

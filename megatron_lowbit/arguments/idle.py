@@ -1,0 +1,150 @@
+"""Arguments without an effect on a model or a run, of which a line is printed.
+
+Megatron-LM reads them only together with other arguments. What looks as if it had changed the
+model is refused instead, in ``layer_compatibility.py``.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_lowbit.command_line import CommandLine
+
+_ROTARY = ("rope", "yarn", "mrope")
+
+
+def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
+    """Yield lines about arguments that are given and that nothing reads.
+
+    ``args`` are the arguments of the command line, before Megatron-LM's validation.
+    """
+    for reason, (is_idle, flags) in {**_of_models(args), **_of_runs(args)}.items():
+        given = [flag for flag in flags.split() if flag in words] if is_idle else []
+        if given:
+            yield f"{', '.join(given)}: without effect, {reason}"
+    yield from _of_experts(args, words)
+
+
+def _of_models(args: Namespace) -> dict[str, tuple[object, str]]:
+    """Return the arguments of parts of models that this one lacks, by the reason."""
+    pattern, latent = args.hybrid_layer_pattern or "", args.multi_latent_attention
+    positions, variant = args.position_embedding_type, args.experimental_attention_variant
+    is_rotary = positions in _ROTARY or args.use_rotary_position_embeddings or latent
+    predicts = args.mtp_num_layers or args.mtp_hybrid_override_pattern or "/" in pattern
+    has_mamba = "M" in pattern or "M" in (args.hybrid_override_pattern or "")
+    return {
+        "positions are not rotary": (not is_rotary, """
+            --rotary-base --rotary-percent --rotary-interleaved --use-rope-scaling --no-rope-freq
+            --rotary-seq-len-interpolation-factor
+        """),
+        "it needs --use-rope-scaling": (not args.use_rope_scaling, "--rope-scaling-factor"),
+        "positions are not YaRN's": (positions != "yarn" and not latent, """
+            --rotary-scaling-factor --mscale --mscale-all-dim --yarn-beta-fast --yarn-beta-slow
+            --yarn-original-max-position-embeddings --no-yarn-correction-range-round-to-int
+        """),
+        "it needs --window-size": (args.window_size is None, "--window-attn-skip-freq"),
+        "it needs --group-query-attention": (
+            not args.group_query_attention, "--num-query-groups"
+        ),
+        "attention is not latent": (not latent, """
+            --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+            --cache-mla-latents --mla-down-proj-fusion
+        """),
+        "latent attention has no such biases": (latent, "--add-qkv-bias"),
+        "it needs --qk-clip": (not args.qk_clip, "--qk-clip-alpha --qk-clip-threshold"),
+        "it needs --use-mup": (not args.use_mup, """
+            --mup-base-hidden-size --mup-embedding-mult --mup-output-mult --mup-base-head-dim
+            --mup-attn-scale-power
+        """),
+        "the model predicts one token": (not predicts, """
+            --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
+        """),
+        "the model has no Mamba layers": (not has_mamba, """
+            --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
+            --disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype
+        """),
+        "the model has no linear attention": (
+            variant != "gated_delta_net" and "G" not in pattern, """
+            --linear-attention-freq --linear-conv-kernel-dim --linear-key-head-dim
+            --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads
+        """),
+        "the model has no sparse attention": (variant != "dsa" and "D" not in pattern, """
+            --dsa-indexer-n-heads --dsa-indexer-head-dim --dsa-indexer-topk
+            --dsa-indexer-loss-coeff --dsa-indexer-use-sparse-loss
+        """),
+    }  # fmt: skip
+
+
+def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
+    """Return the arguments of optimizers, schedules and data that this run lacks."""
+    optimizer, scalars = args.optimizer, args.muon_scalar_optimizer
+    is_muon, style = "muon" in optimizer, args.lr_decay_style
+    warms_up = args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction
+    return {
+        f"--optimizer {optimizer} has no such momentum": (optimizer != "sgd", "--sgd-momentum"),
+        f"--optimizer {optimizer} is not Muon": (not is_muon, """
+            --muon-momentum --muon-no-split-qkv --muon-nesterov --muon-scale-mode --muon-tp-mode
+            --muon-fp32-matmul-prec --muon-coefficient-type --muon-num-ns-steps
+            --muon-extra-scale-factor --muon-scalar-optimizer
+        """),
+        "Lion optimizes nothing": (
+            optimizer != "lion" and not (is_muon and scalars == "lion"),
+            "--lion-beta1 --lion-beta2",
+        ),
+        "--optimizer sgd has none": (
+            optimizer == "sgd", "--adam-beta1 --adam-beta2 --adam-eps"
+        ),
+        "it needs --lr-decay-style WSD": (style != "WSD", """
+            --lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples
+        """),
+        "the learning rate has no warmup": (not warms_up, "--lr-warmup-init"),
+        "it needs --decoupled-lr": (args.decoupled_lr is None, "--decoupled-min-lr"),
+        "it needs --fim-data": (not args.fim_data, """
+            --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
+        """),
+        "the models of these scripts have none": (True, """
+            --mask-prob --short-seq-prob --vocab-extra-ids --decoder-seq-length
+        """),
+    }  # fmt: skip
+
+
+def _of_experts(args: Namespace, words: CommandLine) -> Iterator[str]:
+    """Yield lines about arguments of experts that have no effect."""
+    given = sorted(name for name in words.destinations() if name.startswith("moe_"))
+    if given and args.num_experts is None:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: without effect, the model has no experts"
+        return
+    balancing = args.moe_router_load_balancing_type
+    kinds = [balancing] if isinstance(balancing, str) else list(balancing)
+    sinkhorn, losses = "sinkhorn" in kinds, [kind for kind in kinds if kind.endswith("aux_loss")]
+    idle = {
+        "no expert has a bias": (
+            not args.moe_router_enable_expert_bias, "moe_router_bias_update_rate"
+        ),
+        "it needs --moe-shared-expert-intermediate-size": (
+            args.moe_shared_expert_intermediate_size is None,
+            "moe_shared_expert_gate moe_shared_expert_overlap",
+        ),
+        "it needs --moe-expert-capacity-factor": (
+            args.moe_expert_capacity_factor is None, "moe_token_drop_policy"
+        ),
+        "it needs --moe-use-upcycling": (
+            not args.moe_use_upcycling, "moe_upcycling_granularity"
+        ),
+        "experts are not balanced by quantiles": (
+            "quantile_balancing" not in kinds, "moe_router_quantile_balancing_ema"
+        ),
+        "no loss balances the experts": (not losses, "moe_aux_loss_coeff"),
+        "Sinkhorn's method has none": (sinkhorn, """
+            moe_router_topk_scaling_factor moe_router_pre_softmax moe_router_num_groups
+            moe_router_group_topk
+        """),
+        "the router's scores are no softmax": (
+            args.moe_router_score_function != "softmax", "moe_router_pre_softmax"
+        ),
+    }  # fmt: skip
+    for reason, (is_idle, names) in idle.items():
+        found = [name for name in names.split() if is_idle and name in given]
+        if found:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+            yield f"{flags}: without effect, {reason}"

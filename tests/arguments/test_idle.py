@@ -1,0 +1,81 @@
+"""Arguments that nothing reads in a run are printed; those that something reads are not."""
+
+import shlex
+
+import pytest
+
+from megatron_lowbit.arguments import front_parser
+from megatron_lowbit.arguments.idle import idle_arguments
+from megatron_lowbit.arguments.parser import read_command_line
+
+PARSER = front_parser()
+HYBRID = "--hybrid-layer-pattern M*-E"
+EXPERTS = "--num-experts 4"
+
+ROWS = [
+    # Arguments, and others with which they have an effect.
+    ("--rotary-base 500 --rotary-percent 0.5 --no-rope-freq 2", "--position-embedding-type rope"),
+    ("--rotary-base 500", "--multi-latent-attention"),
+    ("--use-rope-scaling", "--use-rotary-position-embeddings"),
+    ("--rope-scaling-factor 2", "--use-rope-scaling --position-embedding-type rope"),
+    ("--rotary-scaling-factor 4 --mscale 2", "--position-embedding-type yarn"),
+    ("--mscale 2", "--multi-latent-attention"),
+    ("--window-attn-skip-freq 2", "--window-size 8,0"),
+    ("--num-query-groups 2", "--group-query-attention"),
+    ("--kv-lora-rank 8 --v-head-dim 8", "--multi-latent-attention"),
+    ("--qk-clip-threshold 5", "--qk-clip"),
+    ("--mup-embedding-mult 2 --mup-output-mult 2", "--use-mup"),
+    ("--mtp-loss-scaling-factor 1", "--mtp-num-layers 1"),
+    ("--mtp-detach-heads", "--hybrid-layer-pattern *-/*-"),
+    ("--mamba-state-dim 8", HYBRID),
+    ("--linear-key-head-dim 8", "--experimental-attention-variant gated_delta_net"),
+    ("--dsa-indexer-topk 8", "--experimental-attention-variant dsa"),
+    ("--sgd-momentum 0.5", "--optimizer sgd"),
+    ("--muon-momentum 0.5", "--optimizer muon"),
+    ("--lion-beta1 0.5", "--optimizer lion"),
+    ("--lion-beta1 0.5", "--optimizer muon --muon-scalar-optimizer lion"),
+    ("--lr-wsd-decay-iters 5", "--lr-decay-style WSD"),
+    ("--lr-warmup-init 0.1", "--lr-warmup-iters 5"),
+    ("--decoupled-min-lr 0.1", "--decoupled-lr 0.2"),
+    ("--fim-rate 0.1", "--fim-data"),
+    ("--moe-router-topk 1", EXPERTS),
+    (f"{EXPERTS} --moe-shared-expert-gate", "--moe-shared-expert-intermediate-size 8"),
+    (f"{EXPERTS} --moe-token-drop-policy position", "--moe-expert-capacity-factor 1"),
+    (f"{EXPERTS} --moe-router-quantile-balancing-ema 0.5",
+     "--moe-router-load-balancing-type quantile_balancing"),
+    (f"{EXPERTS} --moe-upcycling-granularity 2", "--moe-use-upcycling"),
+]  # fmt: skip
+ALWAYS = [
+    ("--optimizer sgd", "--adam-beta1 0.5"),
+    ("--multi-latent-attention", "--add-qkv-bias"),
+    (f"{EXPERTS} --moe-router-load-balancing-type none", "--moe-aux-loss-coeff 0.1"),
+    (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "--moe-router-topk-scaling-factor 3"),
+    (f"{EXPERTS} --moe-router-score-function sigmoid", "--moe-router-pre-softmax"),
+    ("", "--mask-prob 0.5"),
+]
+
+
+def lines(line):
+    return list(idle_arguments(*read_command_line(PARSER, shlex.split(line))))
+
+
+@pytest.mark.parametrize(("idle", "enabled"), ROWS)
+def test_an_argument_without_the_part_that_it_is_of(idle, enabled):
+    flags = [word for word in idle.removeprefix(EXPERTS).split() if word.startswith("--")]
+    (line,) = lines(idle)
+    assert line.startswith(f"{', '.join(flags)}: without effect, "), line
+    assert lines(f"{idle} {enabled}") == []
+
+
+@pytest.mark.parametrize(("model", "idle"), ALWAYS)
+def test_an_argument_that_a_part_does_not_have(model, idle):
+    (line,) = lines(f"{model} {idle}")
+    assert line.startswith(f"{idle.split()[0]}: without effect, "), line
+    assert lines(model) == []
+
+
+def test_presets_have_no_idle_arguments():
+    from megatron_lowbit.command_line import shipped_presets
+
+    for name in shipped_presets():
+        assert lines(f"@{name}") == [], name
