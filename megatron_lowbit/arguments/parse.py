@@ -38,6 +38,7 @@ _REFUSED = {
     "--logits-load-dir": "training does not read a teacher's logits; give --distill-from",
     "--rl-profile": "its profiler is not in Megatron-LM's package; omit it",
     "--apply-residual-connection-post-layernorm": "no layer of Megatron-LM reads it; omit it",
+    "--freeze-all-layers": "Megatron-LM trains all layers nevertheless; omit it",
     "--mup-width-mult": "Megatron-LM computes it from --mup-base-hidden-size; omit it",
     "--rampup-batch-size": "Megatron-LM ignores it; give --step-batch-size-schedule",
     "--trust-remote-code": "no code of a tokenizer's folder is run; omit it",

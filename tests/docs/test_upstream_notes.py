@@ -99,6 +99,7 @@ CITED = {
     "gpt.py:120": "return get_gpt_layer_local_spec(",
     "mlp.py:354": "output += output_bias",
     "torch_norm.py:44": "assert (",
+    "training.py:1778": "if args.freeze_all_layers:",
     "random.py:656": "torch.autograd.backward(outputs, args)",
     "random.py:693": "fp8 = FP8GlobalStateManager.is_fp8_enabled()",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
