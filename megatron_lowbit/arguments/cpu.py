@@ -102,6 +102,8 @@ _REMOVED = {
     "it overlaps CUDA streams": """
         --moe-shared-expert-overlap --overlap-dispatch-backward-with-experts-wgrad
     """,
+    "torch's scan has one method, and states in FP32":
+        "--disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype",
     "it needs the fused accumulation of gradients":
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit",
     "only gloo is available": "--pipeline-model-parallel-comm-backend",

@@ -389,6 +389,13 @@ def test_every_argument_of_a_preset_is_read_by_megatron(parser):
         assert words.destinations() <= read, preset
 
 
+@on_a_cpu
+def test_a_cpu_has_one_method_of_scanning(capsys):
+    args = parse("--disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype bf16")
+    assert args.use_mamba_mem_eff_path and args.mamba_training_ssm_states_dtype is None
+    assert capsys.readouterr().out.count("torch's scan has one method, and states in FP32") == 2
+
+
 # -- documents -------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_lowbit.errors import TrainingError, UserError, error_behind
 from megatron_lowbit.megatron.run.errors import (
     raise_on_all_ranks,
     translate_assertions,
+    translate_build_errors,
     translate_machine_limits,
     translate_missing_packages,
     translate_model_errors,
@@ -90,6 +92,29 @@ def test_a_model_that_cannot_be_built(error):
     refused = pytest.raises(UserError, match=r"^Megatron-LM cannot build the model: .*Error: ")
     with refused, translate_model_errors():
         raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("no biases"), RuntimeError("upgrade mamba_ssm")])
+def test_a_module_that_megatron_lm_refuses_to_build(error):
+    class Builder:
+        def build_model(self):
+            raise error
+
+    upstream = Builder.build_model
+    config = SimpleNamespace(get_builder_cls=lambda: Builder)
+    with pytest.raises(UserError, match=f"^{error}$"), translate_build_errors(config):
+        Builder().build_model()
+    assert Builder.build_model is upstream
+
+
+def test_an_error_of_torch_while_a_model_is_built_is_not_changed():
+    class Builder:
+        def build_model(self):
+            torch.ones(2) @ torch.ones(3)
+
+    config = SimpleNamespace(get_builder_cls=lambda: Builder)
+    with pytest.raises(RuntimeError, match="size"), translate_build_errors(config):
+        Builder().build_model()
 
 
 def test_process_groups_that_do_not_fit_the_ranks():

@@ -142,8 +142,15 @@ def translate_build_errors(model_config: Any) -> Iterator[None]:
 
     @wraps(upstream)
     def build_model(*args: Any, **options: Any) -> Any:
-        with translate_model_errors():
-            return upstream(*args, **options)
+        try:
+            with translate_model_errors():
+                return upstream(*args, **options)
+        except RuntimeError as error:
+            # Not torch's: Megatron-LM raises it for a package that is missing or too old.
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            if _is_ours(error) or not (frame.line or "").startswith("raise "):
+                raise
+            raise UserError(in_one_line(error)) from error
 
     builder.build_model = build_model
     try:
