@@ -48,6 +48,8 @@ _NEEDED = {
     "--world-size": "--dry-run", "--gpu": "--dry-run",
     "--full-validation": "--multiple-validation-sets",
     "--multiple-validation-sets": "--full-validation",
+    # Megatron-LM checks the other arguments by it alone, and builds equal layers.
+    "--heterogeneous-layers-config-encoded-json": "--heterogeneous-layers-config-path",
     "--load-latest-valid": "--load", "--save-keep-last": "--save", "--short-log": "--save",
     "--num-layers-at-start-in-bf16": "--first-last-layers-bf16",
     "--num-layers-at-end-in-bf16": "--first-last-layers-bf16",

@@ -173,6 +173,10 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--lazy-mpu-init", "process groups"),
         ("--rampup-batch-size 1 1 8", "give --step-batch-size-schedule"),
         ("--rl-profile", "profiler"),
+        (
+            "--heterogeneous-layers-config-encoded-json {}",
+            "needs --heterogeneous-layers-config-path",
+        ),
         ("--freeze-all-layers", "trains all layers nevertheless; omit it"),
         ("--mup-width-mult 2", "computes it from --mup-base-hidden-size; omit it"),
         ("--trust-remote-code", "no code of a tokenizer's folder is run; omit it"),
