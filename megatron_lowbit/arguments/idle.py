@@ -134,6 +134,9 @@ def _of_experts(args: Namespace, words: CommandLine) -> Iterator[str]:
         "experts are not balanced by quantiles": (
             "quantile_balancing" not in kinds, "moe_router_quantile_balancing_ema"
         ),
+        "it needs --moe-router-group-topk": (
+            args.moe_router_group_topk is None, "moe_router_num_groups"
+        ),
         "no loss balances the experts": (not losses, "moe_aux_loss_coeff"),
         "Sinkhorn's method has none": (sinkhorn, """
             moe_router_topk_scaling_factor moe_router_pre_softmax moe_router_num_groups

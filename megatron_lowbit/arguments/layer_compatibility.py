@@ -8,8 +8,12 @@ from megatron_lowbit.arguments.graph_compatibility import Rows
 def positions(args: Namespace) -> Rows:
     """Return position embeddings, and settings of them, that a model does not have."""
     kind, is_latent = args.position_embedding_type, args.multi_latent_attention
+    pattern = args.hybrid_layer_pattern
     ignored = _ignored_by_latent_attention(args) if is_latent else {}
     return ignored | {
+        f"--multi-latent-attention: --hybrid-layer-pattern {pattern} has none; write + for *": (
+            is_latent and pattern is not None and not {"+", "D"}.intersection(pattern)
+        ),
         f"--position-embedding-type {kind}: Megatron-LM's models of text have no such positions; "
         "give rope": kind in ("relative", "mrope"),
         "--rotary-interleaved with --position-embedding-type yarn: YaRN rotates halves of heads": (

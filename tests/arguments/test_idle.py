@@ -43,6 +43,7 @@ ROWS = [
     (f"{EXPERTS} --moe-token-drop-policy position", "--moe-expert-capacity-factor 1"),
     (f"{EXPERTS} --moe-router-quantile-balancing-ema 0.5",
      "--moe-router-load-balancing-type quantile_balancing"),
+    (f"{EXPERTS} --moe-router-num-groups 2", "--moe-router-group-topk 1"),
     (f"{EXPERTS} --moe-upcycling-granularity 2", "--moe-use-upcycling"),
 ]  # fmt: skip
 ALWAYS = [

@@ -391,6 +391,10 @@ def test_graphs_of_parts_and_of_padded_experts_are_taken(changes):
             "^--position-embedding-type yarn with --multi-latent-attention, .*--rope-type yarn$",
         ),
         (
+            {"hybrid_layer_pattern": "M*-", "multi_latent_attention": True},
+            r"^--multi-latent-attention: --hybrid-layer-pattern M\*- has none; write \+ for",
+        ),
+        (
             {"position_embedding_type": "yarn", "rotary_interleaved": True},
             "^--rotary-interleaved with --position-embedding-type yarn: ",
         ),
