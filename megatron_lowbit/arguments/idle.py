@@ -56,7 +56,7 @@ def _of_models(args: Namespace) -> dict[str, tuple[object, str]]:
             --mup-attn-scale-power
         """),
         "the model predicts one token": (not predicts, """
-            --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
+            --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads --mtp-standalone
         """),
         "the model has no Mamba layers": (not has_mamba, """
             --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
@@ -136,6 +136,13 @@ def _of_experts(args: Namespace, words: CommandLine) -> Iterator[str]:
         ),
         "it needs --moe-router-group-topk": (
             args.moe_router_group_topk is None, "moe_router_num_groups"
+        ),
+        "the pattern tells which layers have experts": (
+            args.hybrid_layer_pattern is not None, "moe_layer_freq"
+        ),
+        "--moe-aux-loss-coeff is 0": (
+            len(losses) == len(kinds) and not args.moe_aux_loss_coeff,
+            "moe_router_load_balancing_type",
         ),
         "no loss balances the experts": (not losses, "moe_aux_loss_coeff"),
         "Sinkhorn's method has none": (sinkhorn, """

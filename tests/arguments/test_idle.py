@@ -44,6 +44,7 @@ ROWS = [
     (f"{EXPERTS} --moe-router-quantile-balancing-ema 0.5",
      "--moe-router-load-balancing-type quantile_balancing"),
     (f"{EXPERTS} --moe-router-num-groups 2", "--moe-router-group-topk 1"),
+    (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff 0.1"),
     (f"{EXPERTS} --moe-upcycling-granularity 2", "--moe-use-upcycling"),
 ]  # fmt: skip
 ALWAYS = [
@@ -52,6 +53,7 @@ ALWAYS = [
     (f"{EXPERTS} --moe-router-load-balancing-type none", "--moe-aux-loss-coeff 0.1"),
     (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "--moe-router-topk-scaling-factor 3"),
     (f"{EXPERTS} --moe-router-score-function sigmoid", "--moe-router-pre-softmax"),
+    (f"{EXPERTS} {HYBRID}", "--moe-layer-freq 2"),
     ("", "--mask-prob 0.5"),
 ]
 
