@@ -82,11 +82,11 @@ def fuses_mlp(args: Namespace, part: Part, device: Device) -> bool:
 
     Their kernels take as long as Megatron-LM's. The gradient takes the memory of SwiGLU's input.
     """
-    if part.name != "mlp" or not all(device.is_lowbit(each.precision) for each in part.linears):
-        return False
     is_changed = args.activation_func_clamp_value is not None or args.glu_linear_offset
     other = is_changed or args.activation_func_fp8_input_store or args.add_bias_linear
-    return args.swiglu and args.bias_swiglu_fusion and not other
+    if other or part.name != "mlp" or not (args.swiglu and args.bias_swiglu_fusion):
+        return False
+    return all(device.is_lowbit(linear.precision) for linear in part.linears)
 
 
 def _add_communication(
