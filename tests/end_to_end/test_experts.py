@@ -172,6 +172,7 @@ def test_histories_belong_to_global_experts(runs):
         assert torch.equal(saved[path][fprop_weight], other[path][fprop_weight])
 
 
+@pytest.mark.slow
 def test_tokens_sent_as_codes_train_alike(pretrain_ranks, tmp_path):
     """The runs agree to the bit; blocks in BF16 send BF16."""
     common = (

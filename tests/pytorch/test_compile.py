@@ -59,9 +59,7 @@ def check(model: Model, autocast: bool = False) -> None:
         assert torch.equal(result, right)
 
 
-@pytest.mark.parametrize(
-    "name", others_slow(["mxfp8", "qat", "fp8-row", "averis"], ["qat", "averis"])
-)
+@pytest.mark.parametrize("name", others_slow(["mxfp8", "qat", "fp8-row", "averis"], ["qat"]))
 def test_eager_bits(name, reference):
     """Scales of blocks, values of fprop in dgrad, no transpose of codes, split means and draws."""
     check(model_in(load_precision(name)))
