@@ -271,12 +271,12 @@ def is_finished(job: Job) -> bool:
 
 
 def _inputs(job: Job) -> dict[str, str]:
-    """Return digests of a job's script, and the files that its words name, such as data sets."""
+    """Return digests of the files of arguments, recipes and data sets that a job's words name."""
     words = training_words(job)
     read = expand_files(words)
     sha256 = hashlib.sha256(json.dumps(read).encode()).hexdigest()
     digests = {word: sha256 for word in words if word.startswith("@")}
-    for word in [*job.command[1:2], *read]:
+    for word in read:
         name = word.partition("=")[2] if word.startswith("--") else word
         if file := next(filter(os.path.isfile, (name, f"{name}.bin")), None):
             digests[name] = _digest(name, os.stat(file).st_mtime_ns)
