@@ -13,7 +13,11 @@ from megatron_lowbit.arguments.layer_compatibility import (
     positions,
     recomputation,
 )
-from megatron_lowbit.arguments.parse import OF_RECIPES, on_described_machine
+from megatron_lowbit.arguments.parse import (
+    OF_RECIPES,
+    check_without_recipe,
+    on_described_machine,
+)
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe
@@ -31,8 +35,8 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
     rows += [positions(args), recomputation(args), experts(args)]
     if recipe is None:
-        given = {flag: vars(args)[flag[2:].replace("-", "_")] for flag in OF_RECIPES}
-        rows.append({f"{flag} needs a recipe, such as bf16": on for flag, on in given.items()})
+        given = {flag for flag in OF_RECIPES if vars(args)[flag[2:].replace("-", "_")]}
+        check_without_recipe(given)
     else:
         if any(precision.quantized for precision in recipe.precisions()):
             rows.append(quantized_layers(args))

@@ -17,11 +17,16 @@ def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
 
     ``args`` are the arguments of the command line, before Megatron-LM's validation.
     """
-    for reason, (is_idle, flags) in {**_of_models(args), **_of_runs(args)}.items():
+    has_experts = args.num_experts is not None
+    table = _of_models(args) | _of_runs(args) | (_of_experts(args) if has_experts else {})
+    for reason, (is_idle, flags) in table.items():
         given = [flag for flag in flags.split() if flag in words] if is_idle else []
         if given:
             yield f"{', '.join(given)}: without effect, {reason}"
-    yield from _of_experts(args, words)
+    names = sorted(name for name in words.destinations() if name.startswith("moe_"))
+    if names and not has_experts:
+        given = [f"--{name.replace('_', '-')}" for name in names]
+        yield f"{', '.join(given)}: without effect, the model has no experts"
 
 
 def _of_models(args: Namespace) -> dict[str, tuple[object, str]]:
@@ -107,54 +112,44 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
     }  # fmt: skip
 
 
-def _of_experts(args: Namespace, words: CommandLine) -> Iterator[str]:
-    """Yield lines about arguments of experts that have no effect."""
-    given = sorted(name for name in words.destinations() if name.startswith("moe_"))
-    if given and args.num_experts is None:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        yield f"{flags}: without effect, the model has no experts"
-        return
+def _of_experts(args: Namespace) -> dict[str, tuple[object, str]]:
+    """Return the arguments that this model's router and experts do not read, by the reason."""
     balancing = args.moe_router_load_balancing_type
     kinds = [balancing] if isinstance(balancing, str) else list(balancing)
     sinkhorn, losses = "sinkhorn" in kinds, [kind for kind in kinds if kind.endswith("aux_loss")]
-    idle = {
+    return {
         "no expert has a bias": (
-            not args.moe_router_enable_expert_bias, "moe_router_bias_update_rate"
+            not args.moe_router_enable_expert_bias, "--moe-router-bias-update-rate"
         ),
         "it needs --moe-shared-expert-intermediate-size": (
             args.moe_shared_expert_intermediate_size is None,
-            "moe_shared_expert_gate moe_shared_expert_overlap",
+            "--moe-shared-expert-gate --moe-shared-expert-overlap",
         ),
         "it needs --moe-expert-capacity-factor": (
-            args.moe_expert_capacity_factor is None, "moe_token_drop_policy"
+            args.moe_expert_capacity_factor is None, "--moe-token-drop-policy"
         ),
         "it needs --moe-use-upcycling": (
-            not args.moe_use_upcycling, "moe_upcycling_granularity"
+            not args.moe_use_upcycling, "--moe-upcycling-granularity"
         ),
         "experts are not balanced by quantiles": (
-            "quantile_balancing" not in kinds, "moe_router_quantile_balancing_ema"
+            "quantile_balancing" not in kinds, "--moe-router-quantile-balancing-ema"
         ),
         "it needs --moe-router-group-topk": (
-            args.moe_router_group_topk is None, "moe_router_num_groups"
+            args.moe_router_group_topk is None, "--moe-router-num-groups"
         ),
         "the pattern tells which layers have experts": (
-            args.hybrid_layer_pattern is not None, "moe_layer_freq"
+            args.hybrid_layer_pattern is not None, "--moe-layer-freq"
         ),
         "--moe-aux-loss-coeff is 0": (
             len(losses) == len(kinds) and not args.moe_aux_loss_coeff,
-            "moe_router_load_balancing_type",
+            "--moe-router-load-balancing-type",
         ),
-        "no loss balances the experts": (not losses, "moe_aux_loss_coeff"),
+        "no loss balances the experts": (not losses, "--moe-aux-loss-coeff"),
         "Sinkhorn's method has none": (sinkhorn, """
-            moe_router_topk_scaling_factor moe_router_pre_softmax moe_router_num_groups
-            moe_router_group_topk
+            --moe-router-topk-scaling-factor --moe-router-pre-softmax --moe-router-num-groups
+            --moe-router-group-topk
         """),
         "the router's scores are no softmax": (
-            args.moe_router_score_function != "softmax", "moe_router_pre_softmax"
+            args.moe_router_score_function != "softmax", "--moe-router-pre-softmax"
         ),
     }  # fmt: skip
-    for reason, (is_idle, names) in idle.items():
-        found = [name for name in names.split() if is_idle and name in given]
-        if found:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in found)
-            yield f"{flags}: without effect, {reason}"

@@ -182,9 +182,9 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
             words.remove(flag)
     check_layers(args, machine)
     lines = translate_precision(args, words, machine)
-    check_recipe(words)
-    if not ("--precision-recipe" in words or args.fp8 or args.fp4):
-        idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
+    if "--precision-recipe" not in words:
+        check_without_recipe(words)
+        idle = () if args.fp8 or args.fp4 else filter(words.__contains__, _OF_QUANTIZED_LAYERS)
         lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
     if not args.use_checkpoint_args:  # a checkpoint may have another model
         lines += idle_arguments(args, words)
@@ -203,10 +203,10 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     return lines
 
 
-def check_recipe(words: CommandLine) -> None:
-    """Raise UserError for arguments of recipes on a command line without a recipe."""
-    for flag in OF_RECIPES if "--precision-recipe" not in words else ():
-        require(flag not in words, f"{flag} needs a recipe, such as bf16")
+def check_without_recipe(given: CommandLine | set[str]) -> None:
+    """Raise UserError for arguments of recipes among those given without a recipe."""
+    for flag in OF_RECIPES:
+        require(flag not in given, f"{flag} needs a recipe, such as bf16")
 
 
 def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:

@@ -86,6 +86,13 @@ def model_config_of(args: Namespace) -> Any:
     return model_config
 
 
+def recipe_of(args: Namespace) -> Recipe | None:
+    """Load the recipe that the arguments name; None without ``--precision-recipe``."""
+    if args.precision_recipe is None:
+        return None
+    return load_recipes(args.precision_recipe, args.recipe_set)
+
+
 def use_recipe(model_config: Any, args: Namespace) -> None:
     """Let the model of a configuration compute as ``--precision-recipe`` says.
 
@@ -97,9 +104,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     """
     workarounds.use_prebuilt_dataset_helpers()
     follow_schedule_arguments()
-    recipe = None
-    if args.precision_recipe is not None:
-        recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    recipe = recipe_of(args)
     record_recipe(args)
     if args.gradient_accumulation_fusion:
         workarounds.fuse_gradient_accumulation()

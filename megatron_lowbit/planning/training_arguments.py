@@ -16,7 +16,7 @@ from functools import cache
 
 from megatron_lowbit.arguments.parse import (
     check_given,
-    check_recipe,
+    check_without_recipe,
     environment,
     translate_refusals,
 )
@@ -79,8 +79,8 @@ class TrainingArguments:
                 self._command_line.add(flag, *values)
                 self.added += [flag, *values]
         translate_precision(args, self._command_line, _RECIPES)
-        check_recipe(self._command_line)
         if "--precision-recipe" not in self._command_line:
+            check_without_recipe(self._command_line)
             self._command_line.add("--precision-recipe", "bf16")
 
     @property

@@ -27,11 +27,12 @@ from megatron_lowbit.megatron.recipe_hook import (
     RecipeHook,
     in_order,
     model_config_of,
+    recipe_of,
     weight_shapes,
 )
 from megatron_lowbit.megatron.run.errors import translate_model_errors
 from megatron_lowbit.megatron.run.load_source import LoadSource, check_starts_anew
-from megatron_lowbit.recipes import Layer, load_recipes
+from megatron_lowbit.recipes import Layer
 
 
 class Parameters(NamedTuple):
@@ -68,9 +69,8 @@ def dry_run(args: Namespace) -> None:
     from megatron_lowbit.planning.report import describe_plan, planned_gpu
 
     check_starts_anew(args)
-    named = args.precision_recipe is not None
-    recipe = load_recipes(args.precision_recipe, args.recipe_set) if named else None
-    compatibility.check(args, recipe)  # The models below are built without some of the arguments.
+    # The models below are built without some of the arguments.
+    compatibility.check(args, recipe_of(args))
     console = plain_console(130)
     gpu_name, reason = planned_gpu(args.dry_run_gpu)
     with translate_model_errors():
