@@ -132,7 +132,7 @@ def test_training_has_the_divergence_and_validation_the_cross_entropy():
 )
 def test_arguments_that_exclude_a_teacher(flag, given):
     with pytest.raises(UserError, match=f"^{flag} with --distill-from: .*; omit one of them"):
-        hooks(None, distill_from="nowhere", **given)
+        hooks(["bf16"], distill_from="nowhere", **given)
 
 
 def test_a_teacher_must_be_a_checkpoint(tmp_path):
