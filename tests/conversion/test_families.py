@@ -59,34 +59,50 @@ CASES = [
 ]  # fmt: skip
 """Models over numbers of tensor-, pipeline- and expert-parallel ranks."""
 TIED = ("smollm3", "gemma", "ernie-4.5", "gpt-bigcode", "starcoder2")
-# Those of four ranks, which combine or double what two have, are not in make test.
-EACH = [pytest.param(*case, marks=[pytest.mark.slow] * (math.prod(case[1:]) > 1)) for case in CASES]
+QUICK = [case for case in CASES if math.prod(case[1:]) == 1][::2]
+EACH = others_slow(CASES, QUICK)
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> dict[str, Path]:
-    """Folders that transformers saved, in several files."""
-    folders = {}
-    for name in MODELS:
-        folder = folders[name] = tmp_path_factory.mktemp("source")
+class Sources(dict[str, Path]):
+    """Folders that transformers saved, in several files, each when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __missing__(self, name: str) -> Path:
+        folder = self[name] = self.root / name
         save(name, folder, max_shard_size="20KB")
         (folder / "tokenizer.json").write_text("{}")
-    return folders
+        return folder
 
 
 @pytest.fixture(scope="module")
-def logits(sources, run_ranks, tmp_path_factory) -> Callable[[int], Path]:
-    """Function that returns a folder with this project's logits of a number of ranks' cases."""
+def sources(tmp_path_factory) -> Sources:
+    return Sources(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def logits(sources, run_ranks, tmp_path_factory) -> Callable[[int, bool], Path]:
+    """Function that returns a folder with the logits of the cases of so many ranks, quick or not.
+
+    They are of this project's models.
+    """
     folder = tmp_path_factory.mktemp("logits")
-    for name, source in sources.items():
-        to_megatron(source, folder / name)
 
     @cache
-    def run(ranks: int) -> Path:
-        run_ranks(__file__, ranks, folder, timeout=200)
+    def run(ranks: int, quick: bool) -> Path:
+        cases = cases_of(ranks, quick)
+        for name in {case[0] for case in cases}:
+            if not (folder / name).exists():
+                to_megatron(sources[name], folder / name)
+        run_ranks(__file__, ranks, "quick" if quick else "slow", folder, timeout=200)
         return folder
 
     return run
+
+
+def cases_of(ranks: int, quick: bool) -> list[tuple[str, int, int, int]]:
+    return [case for case in CASES if math.prod(case[1:]) == ranks and (case in QUICK) is quick]
 
 
 @pytest.mark.parametrize("name", others_slow(MODELS, [*MODELS][::3]))
@@ -135,20 +151,20 @@ def test_an_export_computes_the_same_in_transformers(name, sources, tmp_path):
     assert (seen - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("name", "tensor", "pipeline", "expert"), EACH)
-def test_the_same_logits(name, tensor, pipeline, expert, sources, logits):
-    """Return the logits of transformers and of this project's model, in FP32."""
+@pytest.mark.parametrize("case", EACH, ids=lambda case: " ".join(map(str, case)))
+def test_the_same_logits(case, sources, logits):
+    """Compare the logits of transformers and of this project's model, in FP32."""
+    name, *sizes = case
+    folder = logits(math.prod(sizes), case in QUICK)
     expected = torch.load(sources[name] / "logits.pt")
-    folder = logits(tensor * pipeline * expert)
-    seen = torch.load(folder / f"{name} {tensor} {pipeline} {expert}.pt")
+    seen = torch.load(folder / f"{name} {' '.join(map(str, sizes))}.pt")
     assert (seen - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "pipeline", "expert"), [case for case in EACH if case.values[-1] > 1]
-)
-def test_experts_of_several_ranks_are_saved_as_of_one(name, tensor, pipeline, expert, logits):
-    folder = logits(expert)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "expert"), [(case[0], case[3]) for case in CASES if case[3] > 1])
+def test_experts_of_several_ranks_are_saved_as_of_one(name, expert, logits):
+    folder = logits(expert, quick=False)
     saved = CheckpointReader(folder / f"{name} {expert} saved")
     converted = CheckpointReader(folder / name / "iter_0000000")
     experts = [key for key in saved.model if ".experts." in key]
@@ -314,14 +330,13 @@ def test_nothing_is_overwritten(sources, tmp_path):
     assert (tmp_path / "out" / COMPANIONS / "config.json").is_file()
 
 
-def worker(folder: Path) -> None:
-    """Save the logits of every case for as many ranks as there are."""
+def worker(cases: str, folder: Path) -> None:
+    """Save the logits of quick or slow cases for as many ranks as there are."""
     fork_results_queue()
-    for name, *sizes in CASES:
-        if math.prod(sizes) == int(os.environ["WORLD_SIZE"]):
-            logits = converted_logits(folder / name, *sizes)
-            if logits is not None:
-                torch.save(logits, folder / f"{name} {' '.join(map(str, sizes))}.pt")
+    for name, *sizes in cases_of(int(os.environ["WORLD_SIZE"]), cases == "quick"):
+        logits = converted_logits(folder / name, *sizes)
+        if logits is not None:
+            torch.save(logits, folder / f"{name} {' '.join(map(str, sizes))}.pt")
 
 
 def save_model(model: torch.nn.Module, folder: Path) -> None:
@@ -371,4 +386,4 @@ def converted_logits(
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
+    worker(sys.argv[1], Path(sys.argv[2]))

@@ -60,6 +60,7 @@ def build_site(tmp_path: Path):
     return made
 
 
+@pytest.mark.slow  # `make docs` does the same
 def test_strict_build(build_site):
     text = (build_site() / "contributing.html").read_text(encoding="utf-8")
     assert 'href="research/upstream-notes.html"' in text

@@ -108,6 +108,7 @@ def test_an_empty_tracker_is_restored(save, resume):
     assert steps(save).keys() == set(range(1, 9))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(save, resume, pretrain_forked):
     """A limit on file size has the same effect: the kernel refuses a write within a file."""
     run = (*RUN, "--train-iters", 8, "--load", save, "--save", save)

@@ -52,7 +52,7 @@ STACK = 64
 OTHERS = ROWS, SWIGLU, NORM, LOSS, BLOCKS, TABLES = (
     "rows", "swiglu", "norm", "loss", "blocks", "tables",
 )  # fmt: skip
-QUICK = ["nvfp4", "fp8", *OTHERS]
+QUICK = ["fp8-tensor delayed", "fp8-row", "nvfp4 rows", "fp8", *OTHERS]
 
 
 @pytest.mark.parametrize(
