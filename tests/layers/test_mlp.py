@@ -72,7 +72,7 @@ def contexts_of(recipe, engine, **options):
 
 @pytest.mark.parametrize(
     ("recipe", "accumulates"),
-    [("mxfp8", True), ("fp8-delayed", True), ("nvfp4", True),
+    [("mxfp8", True), ("fp8-delayed", True), pytest.param("nvfp4", True, marks=pytest.mark.slow),
      *(pytest.param(name, False, marks=pytest.mark.slow)
        for name in ("averis", "mxfp8", "nvfp4-fold", "fp8-row", "fp8-tile"))],
 )  # fmt: skip
