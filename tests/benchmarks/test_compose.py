@@ -39,8 +39,6 @@ def test_the_cheapest_cells(start_script, tmp_path, parity):
     assert found == dict.fromkeys((pair.features for pair in parity), "parity") | {
         ALONE.features: "equal", REFUSED.features: "refused", GRAPHS.features: "needs a GPU",
     }, cells  # fmt: skip
-    for pair in parity:
-        assert 0 < cells[pair.features]["loss"] < pair.bounds().loss
     assert cells[REFUSED.features]["message"].startswith("--context-parallel-size 2 with ")
     assert [entry["key"] for entry in document["references"]] == ["local fp8-tile switch"]
 
