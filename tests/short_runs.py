@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_lowbit.megatron import pretrain
 
 # isort: split
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 @contextmanager
@@ -55,6 +58,18 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
     by_iteration = {m["iteration"]: (m["lm_loss"], m["grad_norm"]) for m in logged}
     assert len(by_iteration) == len(logged)
     return by_iteration
+
+
+def saved_tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return a checkpoint's whole tensors by key, with NaN where no shard has values."""
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.full(entry.size, torch.nan).to(entry.properties.dtype)
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
+    }
+    load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    return tensors
 
 
 def fork_results_queue() -> None:

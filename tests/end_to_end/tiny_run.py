@@ -17,9 +17,6 @@ import torch
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError, exit_on_user_error
@@ -28,7 +25,7 @@ from megatron_lowbit.megatron.features.amax_history import PREFIX
 from megatron_lowbit.megatron.layers.state import layer_states
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.storage.files import TRACKER
-from tests.short_runs import fork_results_queue, hooked_runs, without_pictures
+from tests.short_runs import fork_results_queue, hooked_runs, saved_tensors, without_pictures
 from tests.short_runs import losses as losses
 from tests.short_runs import metrics as metrics
 from tests.short_runs import steps as steps
@@ -126,18 +123,6 @@ def start_from(source: Path, iteration: int, folder: Path) -> Path:
     shutil.copytree(source / name, folder / name)
     (folder / TRACKER).write_text(str(iteration))
     return folder
-
-
-def saved_tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return a checkpoint's whole tensors by key, with NaN where no shard has values."""
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.full(entry.size, torch.nan).to(entry.properties.dtype)
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
-    }
-    load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
-    return tensors
 
 
 def check_same_tensors(folder: Path, other: Path, iteration: int) -> None:
