@@ -124,6 +124,7 @@ _REMOVED = {
     "there is no GPU to test": "--gpu-sniff-test-interval",
     "NVML measures GPUs": "--log-energy --log-device-memory-used",
     "Nsight Systems shows them for GPUs": "--nvtx-ranges",
+    "Nsight Systems needs a GPU, --use-pytorch-profiler does not": "--profile",
     "it records the CUDA allocator": "--record-memory-history",
 }  # fmt: skip
 """Arguments that are removed, by the reason."""
@@ -140,8 +141,8 @@ def adapt_to_cpu(args: Namespace, words: CommandLine) -> list[str]:
     ``args`` are the same arguments, parsed. Returns lines to print that explain each change.
     """
     # Weights that are stored quantized are rounded to BF16 first, on a CPU as well.
-    kept = ("--bf16",) if args.quantized_param_gather else ()
-    changes = [_apply(row, args, words) for row in _UNSUPPORTED if row.flag not in kept]
+    needed = {"--bf16": args.quantized_param_gather, "--profile": args.use_pytorch_profiler}
+    changes = [_apply(row, args, words) for row in _UNSUPPORTED if not needed.get(row.flag)]
     lines = [f"on a CPU: {change}" for change in changes if change]
     added = []
     for flag, *value in _ADDED:

@@ -106,6 +106,11 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
         "it needs --fim-data": (not args.fim_data, """
             --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
         """),
+        "it needs --profile": (not args.profile, """
+            --use-pytorch-profiler --profile-step-start --profile-step-end --nvtx-ranges
+            --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
+            --pytorch-profiler-collect-chakra
+        """),
         "the models of these scripts have none": (True, """
             --mask-prob --short-seq-prob --vocab-extra-ids --decoder-seq-length
         """),

@@ -33,6 +33,7 @@ _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
     "--hybrid-context-parallel": "sequences of several lengths are not supported, omit it",
     # With these Megatron-LM 0.19.2 ends every run in an error of Python.
+    "--config-logger-dir": "Megatron-LM cannot write the process groups of its models; omit it",
     "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",
     "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; omit it",
     "--logits-load-dir": "training does not read a teacher's logits; give --distill-from",

@@ -143,6 +143,7 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
                     number is None or bounds.low <= number <= bounds.high,
                     f"{action.option_strings[0]} {number}: must be {bounds.words}",
                 )
+    _check_profiler(args)
     _check_split(args.split)
     _check_attention(args)
     _check_layout(args.pipeline_model_parallel_layout)
@@ -165,6 +166,21 @@ def _check_attention(args: Namespace) -> None:
         rotated = int(width * args.rotary_percent)
         require(rotated % 2 == 0, f"--position-embedding-type rope rotates {rotated} of a head's "
                 f"{width} --kv-channels: must be an even number")  # fmt: skip
+
+
+def _check_profiler(args: Namespace) -> None:
+    """Check the iterations of a profile, and that there is a folder to write torch's next to."""
+    if not args.profile:
+        return
+    start, end = args.profile_step_start, args.profile_step_end
+    require(
+        start < end,
+        f"--profile-step-end {end}: must be greater than --profile-step-start {start}",
+    )
+    require(
+        args.tensorboard_dir or not args.use_pytorch_profiler,
+        "--use-pytorch-profiler needs --tensorboard-dir, next to which it writes torch_profile/",
+    )
 
 
 def _check_split(split: str | None) -> None:
@@ -218,11 +234,15 @@ def check_folders(args: Namespace) -> None:
 
 
 def check_samples(args: Namespace) -> None:
-    """Raise UserError where the indices of training, or of all evaluations, do not fit into memory.
+    """Raise UserError for a run without a length, or with indices that do not fit into memory.
 
-    Megatron-LM builds them before training: each sample's position in the data, and its order.
+    Megatron-LM builds them before training, for training and all evaluations: each sample's
+    position in the data, and its order.
     """
     batch = args.global_batch_size
+    none = args.skip_train and args.train_iters == 0
+    require(args.train_iters or args.train_samples or none, "give --train-iters or --train-samples,"
+            " at least 1; --train-iters 0 is for --skip-train")  # fmt: skip
     unit = "samples" if args.train_samples else "iters"
     trained = args.train_samples or (args.train_iters or 0) * batch
     _check_index(f"--train-{unit} {getattr(args, f'train_{unit}')}", trained)

@@ -169,6 +169,7 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--save-keep-last 2", "needs --save"),
         ("--save a --save-interval 1 --save-keep-last 0", "an integer from 1"),
         ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "excludes"),
+        ("--config-logger-dir configs", "process groups of its models; omit it"),
         ("--init-method-xavier-uniform", "give --init-method-std"),
         ("--lazy-mpu-init", "process groups"),
         ("--rampup-batch-size 1 1 8", "give --step-batch-size-schedule"),
@@ -353,6 +354,12 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
     assert loss in lines and not args.cross_entropy_loss_fusion
     assert args.cross_entropy_fusion_impl == "native"
     assert len(lines) == 16
+
+
+def test_a_cpu_is_profiled_by_torch_only(parser):
+    words, lines = adapted(parser, "--profile")
+    assert "--profile" not in words and "Nsight Systems needs a GPU" in lines[0]
+    assert "--profile" in adapted(parser, "--profile --use-pytorch-profiler")[0]
 
 
 def test_what_a_cpu_can_do_stays(parser):

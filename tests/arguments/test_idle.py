@@ -38,6 +38,7 @@ ROWS = [
     ("--lr-warmup-init 0.1", "--lr-warmup-iters 5"),
     ("--decoupled-min-lr 0.1", "--decoupled-lr 0.2"),
     ("--fim-rate 0.1", "--fim-data"),
+    ("--use-pytorch-profiler --profile-step-end 20", "--profile"),
     ("--moe-router-topk 1", EXPERTS),
     (f"{EXPERTS} --moe-shared-expert-gate", "--moe-shared-expert-intermediate-size 8"),
     (f"{EXPERTS} --moe-token-drop-policy position", "--moe-expert-capacity-factor 1"),

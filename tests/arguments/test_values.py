@@ -112,7 +112,13 @@ def test_defaults_of_megatron_are_in_their_ranges(parser):
             "--recompute-num-layers 0: must be at least 1",
         ),
         ("--train-iters 999999999999999", "--train-iters 999999999999999: the index of 4e+15"),
+        ("--train-iters 0", "give --train-iters or --train-samples, at least 1"),
         ("--eval-iters 999999999999999", "--eval-iters 999999999999999: the index of 4e+15"),
+        (
+            "--profile --profile-step-start 2 --profile-step-end 2",
+            "--profile-step-end 2: must be greater than --profile-step-start 2",
+        ),
+        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler needs --tensorboard-dir"),
         ("--moe-layer-freq [1]*", "neither an integer nor a list"),
         ("--moe-layer-freq [1]*99999*99999", "longer than 100000 layers"),
         ("--linear-attention-freq [9**9**9]", "neither an integer nor a list"),
@@ -140,10 +146,19 @@ def test_values_out_of_range(line, message):
         " --lr-wsd-decay-iters 0 --hidden-dropout 0 --attention-dropout 1 --num-experts 0",
         "--moe-layer-freq ([1]*1+[0]*1)*1 --no-rope-freq 2 --split 969:30,1.5 --seed 4000000000",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 0",
+        "--train-iters 0 --skip-train",
     ],
 )
 def test_values_with_a_meaning_stay(line):
     assert refusal(TINY + shlex.split(line)) is None
+
+
+def test_a_run_needs_a_length():
+    at = TINY.index("--train-iters")
+    line = TINY[:at] + TINY[at + 2 :]
+    for more in ([], ["--skip-train"]):
+        assert "give --train-iters or --train-samples" in (refusal(line + more) or "accepted")
+    assert refusal([*line, "--dry-run"]) is None
 
 
 def test_a_dry_run_may_be_longer_than_this_machine_can_train():

@@ -52,6 +52,7 @@ CITED = {
     "training.py:4481": "args.train_iters // args.eval_interval",
     "training.py:4493": "for s in phase_transition_samples if s <= current_sample",
     "argument_utils.py:241": "inspect.getsource(src_cfg_class)",
+    "config_logger.py:90": "return dataclasses.asdict(o)",
     "argument_utils.py:329": "kw_args['scaled_init_method'] = torch.nn.init.xavier_uniform_",
     "initialize.py:137": "if args.lazy_mpu_init:",
     "training.py:834": "+ forward_backward_expansion_factor",
