@@ -110,6 +110,7 @@ def test_several_lists_are_refused():
     [
         (nn.Sequential(linear()), None, "no nn.Linear in the numbered children of a module named"),
         (build(), "encoder", "blocks='encoder': the model has no module of that path"),
+        (build(), [], "give at least one path"),
         (build(), "embed", "blocks='embed': no child of that module has an nn.Linear"),
     ],
 )
