@@ -7,7 +7,6 @@ import torch
 
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16, Hadamard, hadamard_transform
 from megatron_lowbit.numerics.randomness import derive_key, philox4x32
-from tests.marks import others_slow
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -52,7 +51,7 @@ def test_exact_where_fp32_is(size, signs):
     output then is the float64 product rounded once.
     """
     generator = torch.Generator().manual_seed(size)
-    x = torch.randint(-127, 128, (5, 3 * size), generator=generator).float()
+    x = torch.randint(-127, 128, (5, 3 * size - 1), generator=generator).float()  # zero-padded
     hadamard = Hadamard(size, signs=signs, output="fp32")
     factor = torch.tensor(1 / math.sqrt(size), dtype=torch.float32)
     sums = (exact_product(x, hadamard) * math.sqrt(size)).round()
@@ -64,19 +63,6 @@ def test_exact_where_fp32_is(size, signs):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_close_to_float64_on_random_data(size):
-    """log2(n) roundings of partial sums and two of the factor, each 2**-24 of sum|x| / sqrt(n)."""
-    x = torch.randn(7, 4 * size, generator=torch.Generator().manual_seed(size))
-    hadamard = Hadamard(size, output="fp32")
-    y = hadamard_transform(x, hadamard).double()
-    blocks = x.double().unflatten(-1, (-1, size)).abs().sum(-1, keepdim=True) / math.sqrt(size)
-    bound = (math.log2(size) + 2) * 2**-24 * blocks.expand(-1, -1, size).flatten(-2)
-    error = (y - exact_product(x, hadamard)).abs()
-    assert (error <= bound).all()
-    assert error.max() > 0  # FP32, not float64
-
-
-@pytest.mark.parametrize("size", [16, 64])
 def test_butterfly_order(size):
     """Distances 1, 2, 4, ...: the order is part of the definition, so FP32 bits are."""
     x = (
@@ -110,33 +96,12 @@ def test_fresh_signs_differ_by_key_and_only_by_key(size):
     assert not torch.equal(same, other)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_key_matters_to_fresh_signs_only(size):
-    for signs in ("fixed", "none", 7):
-        hadamard = Hadamard(size, signs=signs)
-        assert {hadamard.sign_vector(key) for key in range(9)} == {hadamard.sign_vector()}
-        x = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
-        assert torch.equal(hadamard_transform(x, hadamard, 3), hadamard_transform(x, hadamard))
-
-
 def test_an_integer_seeds_one_vector():
     vectors = {seed: Hadamard(64, signs=seed).sign_vector() for seed in (0, 1, 2, -1, 2**40)}
     assert len(set(vectors.values())) == 5
     assert Hadamard(64).sign_vector() not in vectors.values()  # the fixed one is no seed's
-    assert vectors[1] == Hadamard(64, signs=1).sign_vector(key=99)
-
-
-@pytest.mark.parametrize("size", others_slow(SIZES, (2, 16, 128, 256)))
-def test_signs_are_balanced(size):
-    """Each point, and each pair of neighbours, is + in half of 400 vectors: 4.5 standard errors.
-
-    With fixed keys the test is deterministic; the bound is for up to 511 counts at once.
-    """
-    hadamard = Hadamard(size, signs="fresh", output="fp32")
-    signs = torch.tensor([hadamard.sign_vector(derive_key(size, i)) for i in range(400)]).double()
-    assert (signs.abs() == 1).all()
-    assert (signs.mean(0).abs() < 4.5 / 20).all()
-    assert ((signs[:, 1:] * signs[:, :-1]).mean(0).abs() < 4.5 / 20).all()
+    for signs in (1, "fixed", "none"):
+        assert Hadamard(64, signs).sign_vector(key=99) == Hadamard(64, signs).sign_vector()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -149,12 +114,6 @@ def test_orthonormal(size, signs):
     assert error.abs().max() < 4 * 2**-24
     # Row 0 of H is all ones, so the first column of diag(s) @ H is the signs.
     assert torch.equal(y[:, 0].sign(), torch.tensor(hadamard.sign_vector(1234)).double())
-
-
-def test_ragged_is_zero_padded():
-    x = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
-    padded = torch.nn.functional.pad(x, (0, 12))
-    assert torch.equal(hadamard_transform(x, Hadamard()), hadamard_transform(padded, Hadamard()))
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 12, 48, 512, -16])

@@ -61,13 +61,6 @@ def test_input_is_not_changed():
     assert torch.equal(x, before)
 
 
-def test_hadamard_is_the_fixed_transform_first():
-    x = randn(6, 64)
-    options = {"hadamard": Hadamard(16, signs="fixed", output="bf16")}
-    assert_same(quantize(x, "nvfp4", hadamard=16), Quantizer(FORMATS["nvfp4"])(x, **options))
-    assert not torch.equal(quantize(x, "nvfp4", hadamard=16).codes, quantize(x, "nvfp4").codes)
-
-
 @pytest.mark.parametrize("columns, size", [(20, 16), (33, 16), (40, 64)])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_hadamard_of_ragged_columns_keeps_the_whole_block(columns, size, rounding):

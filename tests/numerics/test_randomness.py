@@ -60,28 +60,6 @@ def test_uniform_layout(bits):
             assert drawn[i, col].item() == 1 - (number + 0.5) / 2**bits
 
 
-@pytest.mark.parametrize("key", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
-def test_key_words_are_low_then_high(key):
-    low, high = Draw(key).key_words(torch.device("cpu")).tolist()
-    assert (low, high) == (key & MASK, key >> 32)
-
-
-@pytest.mark.parametrize("bits", [8, 16])
-def test_uniform_is_uniform(bits):
-    """Each of 256 bins, the mean, and neighbours' correlation, within 4 standard errors."""
-    count = 400 * 400
-    words = Draw(derive_key(11)).key_words(torch.device("cpu"))
-    drawn = uniform(words, torch.arange(400), torch.arange(25), bits).double()
-    assert drawn.numel() == count and drawn.min() > 0 and drawn.max() < 1
-    assert abs(drawn.mean().item() - 0.5) < 4 * (1 / 12 / count) ** 0.5
-    bins = torch.bincount((drawn * 256).long().flatten(), minlength=256)
-    # 4.5: the largest of 256 is above 4 once in 60.
-    assert (bins - count / 256).abs().max() < 4.5 * (count / 256) ** 0.5
-    centred = drawn - 0.5
-    products = (centred[:, 1:] * centred[:, :-1]).flatten()
-    assert abs(products.mean().item()) < 4 * products.std().item() / products.numel() ** 0.5
-
-
 def test_shard_draws_the_slice_of_the_whole():
     device = torch.device("cpu")
     whole = Draw(99)

@@ -39,10 +39,8 @@ PARTS = (1 / 16, 1 / 3, 7 / 8)
 DRAWS = 2048
 
 
-def random_numbers(source: str, columns: int, bits: int) -> torch.Tensor:
-    """Return (DRAWS, columns) in [0, 1): ours, or torch's own."""
-    if source == "torch":
-        return torch.rand(DRAWS, columns, generator=torch.Generator().manual_seed(columns))
+def random_numbers(columns: int, bits: int) -> torch.Tensor:
+    """Return (DRAWS, columns) in (0, 1)."""
     words = Draw(derive_key("stochastic", columns)).key_words(torch.device("cpu"))
     groups = torch.arange(-(-columns // 16))
     return uniform(words, torch.arange(DRAWS), groups, bits)[:, :columns]
@@ -61,16 +59,15 @@ def test_a_chance_is_a_multiple_of_one_in_256():
     assert ((chance - parts.double()).abs() <= 1 / 512).all()
 
 
-@pytest.mark.parametrize("source", ["philox", "torch"])
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
-def test_unbiased_on_every_interval(element, source):
+def test_unbiased_on_every_interval(element):
     """Three points in each interval, both signs: the mean of the draws is the value."""
     grid = GRIDS[element.name]
     assert len(grid) - 1 == INTERVALS[element.name]
     low, step = np.repeat(grid[:-1], len(PARTS)), np.repeat(np.diff(grid), len(PARTS))
     x = (low + np.tile(PARTS, len(grid) - 1) * step).astype(np.float32)
     x[1::2] *= -1
-    random = random_numbers(source, len(x), element.random_bits)
+    random = random_numbers(len(x), element.random_bits)
     part = (np.abs(x.astype(np.float64)) - low) / step
     bound = 4 * step * np.sqrt(part * (1 - part) / DRAWS)
     inputs = torch.from_numpy(x).expand(DRAWS, -1)
@@ -190,28 +187,13 @@ def test_lemma_of_the_mxfp4_paper(hadamard):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"three_quarters": True, "rounding": "nearest"},
-        {"three_quarters": False},
-        {"three_quarters": False, "rounding": "nearest"},
-    ],
-    ids=["nearest", "clipped", "both"],
+    [{"three_quarters": True, "rounding": "nearest"}, {"three_quarters": False}],
+    ids=["nearest", "clipped"],
 )
 def test_the_lemma_needs_all_of_it(options):
     """Rounded to nearest, or clipped without 3/4, the same product is biased."""
     errors = product_errors(*gradient_like(0), 60, None, **options)
     assert errors.abs().max() > 20 and (errors.abs() > 4).float().mean() > 0.5
-
-
-def test_one_sign_vector_for_both_operands():
-    """Each operand with its own: another product."""
-    a, b = gradient_like(1)
-    quantizer = Quantizer(format_by_name("mxfp4", three_quarters=True), Rounding.STOCHASTIC)
-    q = [quantizer(x, hadamard=RHT, sign_key=i, draw=Draw(i)) for i, x in enumerate((a, b))]
-    same = [quantizer(x, hadamard=RHT, sign_key=3, draw=Draw(i)) for i, x in enumerate((a, b))]
-    exact = a @ b.t()
-    assert (gemm(*q) - exact).norm() > 0.5 * exact.norm()
-    assert (gemm(*same) - exact).norm() < 0.2 * exact.norm()
 
 
 def test_operands_need_draws_of_their_own():
