@@ -12,13 +12,12 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import FORMATS, Quantizer, Rounding
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
-    GemmPrecision,
     Layer,
     LinearPrecision,
     load_recipe,
     shipped_recipes,
 )
-from megatron_lowbit.recipes.matchers import BlocksMatcher, RegexMatcher
+from megatron_lowbit.recipes.matchers import BlocksMatcher
 from megatron_lowbit.study.sensitivity import keep_in_high_precision, most_sensitive
 from tests.recipes.conftest import refused
 
@@ -78,47 +77,7 @@ def test_file_by_path(tmp_path):
         assert load_recipe(str(path)) == load_recipe("nvfp4")
 
 
-def test_order_of_matchers_is_the_files(tmp_path):
-    def turn(raw):
-        raw["matchers"] = dict(reversed(raw["matchers"].items()))
-
-    recipe = load_edited(tmp_path, turn)
-    assert list(recipe.matchers) == ["linears", "bf16_blocks"]
-
-
-def test_disabled_matchers_and_regex(tmp_path):
-    def edit(raw):
-        raw["matchers"]["bf16_blocks"]["enabled"] = False
-        raw["matchers"]["linears"] |= {"type": "regex", "pattern": "fc[12]$"}
-
-    linears = RegexMatcher(config="nvfp4", enabled=True, pattern="fc[12]$")
-    assert load_edited(tmp_path, edit).matchers == {"linears": linears}
-
-
-def test_a_gemm_overrides_its_roles(tmp_path):
-    """Field by field; null takes the role, or the whole GEMM, back to high precision."""
-
-    def edit(raw):
-        raw["configs"]["nvfp4"] |= {
-            "fprop": {"weight": None},
-            "dgrad": {"grad": {"rounding": "nearest"}, "weight": {"format": "nvfp4"}},
-            "wgrad": None,
-        }
-
-    precision = load_edited(tmp_path, edit).configs["nvfp4"]
-    assert precision.fprop == GemmPrecision(Quantizer(ROWS, NEAREST), None)
-    assert precision.dgrad == GemmPrecision(Quantizer(ROWS, NEAREST), Quantizer(ROWS, NEAREST))
-    assert precision.wgrad == GemmPrecision()
-
-
 # --recipe-set
-
-
-@pytest.mark.parametrize("value", ["null", "none"])
-def test_none_and_null_are_the_same(value):
-    precision = nvfp4(f"wgrad.hadamard={value}", f"fprop={value}")
-    assert precision.wgrad == GemmPrecision(Quantizer(ROWS, STOCHASTIC), Quantizer(ROWS, NEAREST))
-    assert precision.fprop == GemmPrecision() and precision.dgrad == nvfp4().dgrad
 
 
 def test_set_blocks():

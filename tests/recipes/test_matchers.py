@@ -70,10 +70,6 @@ def test_blocks_of_the_command_line_switch_on_a_matcher_that_is_off(tmp_path):
     assert bf16_blocks(load_recipe(str(file), changes), 10) == [0, 1, 7, 8, 9]
 
 
-def test_bf16_recipe_quantizes_nothing():
-    assert bf16_blocks(load_recipe("bf16"), 5) == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     "extent, blocks, count",
     [
@@ -146,11 +142,6 @@ def test_kinds(path, kind):
     for other in ("attention", "mlp", "moe", "mamba"):
         assert in_blocks(kinds=(other,)).matches(layer) is (other == kind)
     assert in_blocks(kinds=("attention", "mlp", "moe", "mamba")).matches(layer) is (kind != "other")
-
-
-def test_a_kind_alone_means_all_blocks():
-    attention = {x.path for x in model(4) if "attention" in x.path}
-    assert matched(in_blocks(kinds=("attention",)), model(4)) == attention
 
 
 def test_kinds_and_numbers_by_recipe_set():

@@ -5,7 +5,6 @@ import pytest
 from megatron_lowbit.numerics import DelayedScaling, Hadamard
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
-    GemmPrecision,
     Layer,
     LinearPrecision,
     Progress,
@@ -255,16 +254,6 @@ def test_blocks_in_high_precision(name):
     assert quantized(load_recipe(name), blocks)[0] == expected
 
 
-@pytest.mark.parametrize("name, blocks, kept", [("nvfp4", 62, 20), ("mxfp4", 62, 20)])
-def test_published_counts_of_linears(name, blocks, kept):
-    """The 12B hybrid keeps 20 of 124 linear layers: two a block of any kind."""
-    recipe = load_recipe(name)
-    for pattern in ("M*-", "-", "M-M*"):
-        layers = model_layers((pattern * blocks)[:blocks], 1)
-        high = [x for x in layers if not recipe.precision_for(x).quantized]
-        assert (len(high), len(layers)) == (kept, 2 * blocks)
-
-
 def test_layers_of_nemotron3_super():
     """Its published table, on paths of a hybrid with experts and multi-token prediction."""
     recipe, last = load_recipe(HYBRID), 87
@@ -304,13 +293,6 @@ def test_bf16_at_the_end(name):
     assert operands(low) == OPERANDS[LATE[name]] | {"fprop": HIGH}
 
 
-def test_fp8_tile_with_e4m3_gradients():
-    """The option that the file names: E4M3 everywhere, the rest as before."""
-    changed = load_recipe("fp8-tile", ["grad.format=fp8-1x128-e4m3"]).configs["fp8"]
-    tile, square = "e4m3 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"
-    assert operands(changed) == gemms((tile, square), (tile, square), (tile, tile))
-
-
 def test_mxfp4_backward_under_an_fp8_forward():
     """fprop is fp8-tile's, dgrad and wgrad are mxfp4-backward's, transforms with them."""
     recipe = load_combined("fp8-tile", "mxfp4-backward")
@@ -322,15 +304,6 @@ def test_mxfp4_backward_under_an_fp8_forward():
     }
     transforms = {gemm: p.hadamard for gemm, p in precision.gemms.items()}
     assert transforms == {"fprop": None} | HADAMARDS["mxfp4-backward"]
-
-
-def test_the_high_precision_side_of_a_combination_is_untouched():
-    """bf16 backward: only fprop is quantized; and the other way round."""
-    (low,) = quantized(load_combined("nvfp4", "bf16"), 5)[1]
-    assert operands(low) == {"fprop": OPERANDS["nvfp4"]["fprop"], "dgrad": HIGH, "wgrad": HIGH}
-    assert low.dgrad == low.wgrad == GemmPrecision()
-    (low,) = quantized(load_combined("bf16", "nvfp4"), 5)[1]
-    assert operands(low) == OPERANDS["nvfp4"] | {"fprop": HIGH}
 
 
 @pytest.mark.parametrize(

@@ -165,11 +165,6 @@ def test_combined_with_overrides(capsys):
     assert {line[2] for line in lines if len(line) > 3} == {"matcher", "linears / linears"}
 
 
-def test_switches_are_shown(capsys):
-    lines = shown("show", "nvfp4", "--recipe-set", f"switches.late={LATE}", capsys=capsys)
-    assert lines[-1] == ["switch late: from fraction 0.8 on, forward by bf16"]
-
-
 def test_where_mxnorm_is_active(capsys):
     """In attention and MLPs that are quantized: nvfp4 keeps 1 + 2 of 12 blocks."""
     lines = shown("show", "nvfp4", *MXNORM, capsys=capsys)

@@ -84,18 +84,6 @@ def test_the_start_and_what_is_no_switch():
         assert recipe.switches or recipe.at(Progress(10**6, 10**13, 0.99)) == recipe
 
 
-def test_a_switch_to_a_file(tmp_path):
-    path = tmp_path / "other.yaml"
-    raw = {
-        "name": "other",
-        "configs": {"c": {"input": {"format": "mxfp4"}}},
-        "matchers": {"m": {"type": "glob", "pattern": "*", "config": "c", "enabled": True}},
-    }
-    path.write_text(yaml.safe_dump(raw))
-    recipe = switched(f"{{iteration: 5, to: {path}}}")
-    assert recipe.at(Progress(5)) == load_recipe(str(path))
-
-
 # Several
 
 
@@ -119,14 +107,6 @@ def test_the_order_is_the_files_not_the_points():
     assert recipe.at(Progress(15)) == recipe.at(Progress(25)) == TILE
     recipe = switched(*late_first[::-1])
     assert (recipe.at(Progress(15)), recipe.at(Progress(25))) == (TILE, MXFP8)
-
-
-def test_switches_of_different_units():
-    recipe = switched("{tokens: 1000, to: mxfp8}", "{fraction: 0.5, to: bf16, part: forward}")
-    assert precisions(recipe.at(Progress(3, 999, 0.4))) == precisions(NVFP4)
-    assert precisions(recipe.at(Progress(3, 999, 0.5))) == parts(BF16, NVFP4)
-    assert precisions(recipe.at(Progress(3, 1000, 0.4))) == precisions(MXFP8)
-    assert precisions(recipe.at(Progress(3, 1000, 0.5))) == parts(BF16, MXFP8)
 
 
 def test_phases_of_one_unit_come_in_order():
@@ -197,15 +177,6 @@ def test_combining_what_is_combined(forward, backward, name):
     names = recipe.matcher_names(LAYERS[0])
     own = forward[0].matcher_names(LAYERS[0])
     assert names == f"{own} / {backward[1].matcher_names(LAYERS[0])}"
-
-
-def test_each_side_keeps_its_own_layers():
-    """Block 0 is in high precision forward as nvfp4 says, and quantized backward."""
-    recipe = load_combined("nvfp4", "mxfp8")
-    edge = recipe.precision_for(LAYERS[0])
-    assert not edge.fprop.quantized and edge.dgrad.quantized and edge.wgrad.quantized
-    assert recipe.matcher_names(LAYERS[0]) == "bf16_blocks / linears"
-    assert recipe.matcher_names(LAYERS[30]) == "linears / linears"
 
 
 def test_overrides_go_to_their_side():
