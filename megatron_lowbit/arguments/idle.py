@@ -108,6 +108,8 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
         """),
         "it needs --profile": (not args.profile, """
             --use-pytorch-profiler --profile-step-start --profile-step-end --nvtx-ranges
+        """),
+        "it needs --use-pytorch-profiler": (not args.use_pytorch_profiler, """
             --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
             --pytorch-profiler-collect-chakra
         """),
