@@ -124,9 +124,8 @@ def two_ranks(memory, corpus, run_ranks, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    "name", ["nvfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "tp2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "tp2"])
 def test_two_ranks_train_as_with_bf16_weights(two_ranks, name):
     folder = two_ranks(name)
     assert len(steps(folder / "stored")) == 3
@@ -140,6 +139,7 @@ def received(folder: Path, number: int) -> int:
     return sum(json.loads(file.read_text())["received"] for file in files)
 
 
+@pytest.mark.slow
 def test_codes_are_gathered_in_place_of_weights(two_ranks):
     plain, stored = (received(two_ranks("nvfp4"), number) for number in range(2))
     # Three steps, and the checkpoint, which has BF16 weights. In this model most of what is sent

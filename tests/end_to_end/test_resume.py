@@ -142,25 +142,13 @@ RANKS = {
 }  # fmt: skip
 
 
-# The others are like these, but for what one process shows as well, or test_resharding.
-QUICK_RANKS = ("tensor and sequence parallel with dropout",)
-
-
-@pytest.mark.parametrize(
-    "ways",
-    [
-        pytest.param(QUICK_RANKS, id="quick"),
-        pytest.param(
-            [way for way in RANKS if way not in QUICK_RANKS], id="slow", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_two_ranks(pretrain_ranks, tmp_path, ways):
+@pytest.mark.slow
+def test_two_ranks(pretrain_ranks, tmp_path):
     """One job makes all whole runs before their folders are copied."""
-    pretrain_ranks({way: (*RANKS[way], *whole(tmp_path / way)) for way in ways})
+    pretrain_ranks({way: (*RANKS[way], *whole(tmp_path / way)) for way in RANKS})
     (tmp_path / "ranks").rename(tmp_path / "whole")
     pretrain_ranks(
-        {way: (*RANKS[way], *rest(tmp_path / way, tmp_path / f"{way}, rest")) for way in ways}
+        {way: (*RANKS[way], *rest(tmp_path / way, tmp_path / f"{way}, rest")) for way in RANKS}
     )
-    for way in ways:
+    for way in RANKS:
         check(tmp_path / f"{way}, rest", tmp_path / way)
