@@ -85,6 +85,38 @@ def test_ragged_transforms(m, n, k):
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=4e-4)
 
 
+def test_other_signs_on_one_side_give_another_product():
+    """The checks above can fail: one operand under another key, and the product is wrong."""
+    x, weight, dy = leaves()
+    wrong = iter(range(6))
+
+    def respelled(side):
+        return side and dataclasses.replace(side, sign_key=derive_key(side.sign_key, next(wrong)))
+
+    def quantize(x, row, col, amaxes):
+        return ENGINE.quantize(x, respelled(row), respelled(col), amaxes)
+
+    spoiled = ReferenceEngine("tests")
+    spoiled.quantize = quantize
+    results = run(x, weight, dy, everywhere(Hadamard(64, "fresh", "fp32")), engine=spoiled)
+    for result, expected in zip(results, exact(x, weight, dy), strict=True):
+        assert (result - expected).norm() > expected.norm()
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4"])
+def test_quantized_products_under_fresh_signs(name):
+    """The product's relative error is at most as large as with two independent operands.
+
+    M mantissa bits round to within 2**-(M+1) of a value, and ``floor`` clips E2M1's by no more.
+    """
+    bound = 2**0.5 * 2.0 ** -(FORMATS[name].element.mantissa_bits + 1)
+    tensors = leaves()
+    results = run(*tensors, everywhere(Hadamard(32, "fresh", "fp32"), FORMATS[name]))
+    for result, expected in zip(results, exact(*tensors), strict=True):
+        error = (result - expected).norm() / expected.norm()
+        assert 0.2 * bound < error < bound
+
+
 def keys_of(precision, **options):
     """Return the sign keys that each GEMM's operands are quantized with."""
     keys = []

@@ -196,6 +196,17 @@ def test_the_lemma_needs_all_of_it(options):
     assert errors.abs().max() > 20 and (errors.abs() > 4).float().mean() > 0.5
 
 
+def test_one_sign_vector_for_both_operands():
+    """Each operand with its own: another product."""
+    a, b = gradient_like(1)
+    quantizer = Quantizer(format_by_name("mxfp4", three_quarters=True), Rounding.STOCHASTIC)
+    q = [quantizer(x, hadamard=RHT, sign_key=i, draw=Draw(i)) for i, x in enumerate((a, b))]
+    same = [quantizer(x, hadamard=RHT, sign_key=3, draw=Draw(i)) for i, x in enumerate((a, b))]
+    exact = a @ b.t()
+    assert (gemm(*q) - exact).norm() > 0.5 * exact.norm()
+    assert (gemm(*same) - exact).norm() < 0.2 * exact.norm()
+
+
 def test_operands_need_draws_of_their_own():
     """Squared: with one draw for both, E[Q(x) Q(x)] is above x * x by the variance."""
     x = torch.full((1, 32), 0.3)

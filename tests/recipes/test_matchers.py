@@ -70,6 +70,10 @@ def test_blocks_of_the_command_line_switch_on_a_matcher_that_is_off(tmp_path):
     assert bf16_blocks(load_recipe(str(file), changes), 10) == [0, 1, 7, 8, 9]
 
 
+def test_bf16_recipe_quantizes_nothing():
+    assert bf16_blocks(load_recipe("bf16"), 5) == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     "extent, blocks, count",
     [

@@ -254,6 +254,16 @@ def test_blocks_in_high_precision(name):
     assert quantized(load_recipe(name), blocks)[0] == expected
 
 
+@pytest.mark.parametrize("name, blocks, kept", [("nvfp4", 62, 20), ("mxfp4", 62, 20)])
+def test_published_counts_of_linears(name, blocks, kept):
+    """The 12B hybrid keeps 20 of 124 linear layers: two a block of any kind."""
+    recipe = load_recipe(name)
+    for pattern in ("M*-", "-", "M-M*"):
+        layers = model_layers((pattern * blocks)[:blocks], 1)
+        high = [x for x in layers if not recipe.precision_for(x).quantized]
+        assert (len(high), len(layers)) == (kept, 2 * blocks)
+
+
 def test_layers_of_nemotron3_super():
     """Its published table, on paths of a hybrid with experts and multi-token prediction."""
     recipe, last = load_recipe(HYBRID), 87

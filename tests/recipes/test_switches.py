@@ -109,6 +109,14 @@ def test_the_order_is_the_files_not_the_points():
     assert (recipe.at(Progress(15)), recipe.at(Progress(25))) == (TILE, MXFP8)
 
 
+def test_switches_of_different_units():
+    recipe = switched("{tokens: 1000, to: mxfp8}", "{fraction: 0.5, to: bf16, part: forward}")
+    assert precisions(recipe.at(Progress(3, 999, 0.4))) == precisions(NVFP4)
+    assert precisions(recipe.at(Progress(3, 999, 0.5))) == parts(BF16, NVFP4)
+    assert precisions(recipe.at(Progress(3, 1000, 0.4))) == precisions(MXFP8)
+    assert precisions(recipe.at(Progress(3, 1000, 0.5))) == parts(BF16, MXFP8)
+
+
 def test_phases_of_one_unit_come_in_order():
     """Whatever the file's order, and with switches from the start on already made."""
     recipe = switched(
