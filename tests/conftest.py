@@ -21,7 +21,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Take it that the compiler builds for this processor. To find out, torch.compile has new processes
 # import torch, which takes 6 s in each process that compiles.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-# To compile torch's headers first takes longer than what it saves the few builds of make test.
+# Precompiling torch's headers takes longer than it saves in the few builds of make test.
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 # A missing tokenizer is not looked up on the Hugging Face hub, which takes 50 s without a network.
 # The library reads it when it is imported.

@@ -140,7 +140,7 @@ def adapt_to_cpu(args: Namespace, words: CommandLine) -> list[str]:
 
     ``args`` are the same arguments, parsed. Returns lines to print that explain each change.
     """
-    # Weights that are stored quantized are rounded to BF16 first, on a CPU as well.
+    # Weights that are stored quantized are rounded to BF16 first, and torch profiles a CPU as well.
     needed = {"--bf16": args.quantized_param_gather, "--profile": args.use_pytorch_profiler}
     changes = [_apply(row, args, words) for row in _UNSUPPORTED if not needed.get(row.flag)]
     lines = [f"on a CPU: {change}" for change in changes if change]

@@ -240,9 +240,11 @@ def check_samples(args: Namespace) -> None:
     position in the data, and its order.
     """
     batch = args.global_batch_size
-    none = args.skip_train and args.train_iters == 0
-    require(args.train_iters or args.train_samples or none, "give --train-iters or --train-samples,"
-            " at least 1; --train-iters 0 is for --skip-train")  # fmt: skip
+    only_evaluates = args.skip_train and args.train_iters == 0
+    require(
+        args.train_iters or args.train_samples or only_evaluates,
+        "give --train-iters or --train-samples, at least 1; --train-iters 0 is for --skip-train",
+    )
     unit = "samples" if args.train_samples else "iters"
     trained = args.train_samples or (args.train_iters or 0) * batch
     _check_index(f"--train-{unit} {getattr(args, f'train_{unit}')}", trained)

@@ -45,7 +45,7 @@ def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str
         )
         lists = candidates
     require_type("blocks", lists, str | Sequence, "a path or several")
-    require(lists == "" or bool(lists), f"blocks={lists!r}: give at least one path")
+    require(isinstance(lists, str) or bool(lists), f"blocks={lists!r}: give at least one path")
     paths = []
     for where in [lists] if isinstance(lists, str) else lists:
         try:

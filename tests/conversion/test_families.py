@@ -83,9 +83,9 @@ def sources(tmp_path_factory) -> Sources:
 
 @pytest.fixture(scope="module")
 def logits(sources, run_ranks, tmp_path_factory) -> Callable[[int, bool], Path]:
-    """Function that returns a folder with the logits of the cases of so many ranks, quick or not.
+    """Function that computes this project's logits, and returns their folder.
 
-    They are of this project's models.
+    It takes a number of ranks, and whether their cases are quick.
     """
     folder = tmp_path_factory.mktemp("logits")
 

@@ -18,7 +18,7 @@ ROWS = {
     ),
     "fp8-tile-of-32": (
         "--fp8-recipe fp8-tile" + "".join(
-            # With powers of two blocks of 32 and of 128 differ in one element of 100,000.
+            # With scales that are powers of two, blocks of 128 have nearly the same values.
             f" --recipe-set {role}.block=32 --recipe-set {role}.scale_format=fp32" for role in ROLES
         ), 16, "fp8-1x128-e5m2 block 32 x fp8-128x128-e4m3 block 32: ",
     ),
