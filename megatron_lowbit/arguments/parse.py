@@ -31,6 +31,8 @@ from megatron_lowbit.errors import UserError, as_user_error, failed_check, requi
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
+    "--adlr-autoresume": "its module userlib is not public; omit it",
+    "--checkpoint-activations": "Megatron-LM has removed it; give --recompute-activations",
     "--hybrid-context-parallel": "sequences of several lengths are not supported, omit it",
     # With these Megatron-LM 0.19.2 ends every run in an error of Python.
     "--config-logger-dir": "Megatron-LM cannot write the process groups of its models; omit it",
@@ -320,8 +322,6 @@ def translate_refusals() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except SystemExit as error:
-        raise UserError(f"Megatron-LM refused the arguments (exit {error.code})") from error
     except _REFUSALS as error:
         raise UserError(in_one_line(error)) from error
     except Exception as error:

@@ -1,6 +1,7 @@
 """Command line of the pretraining programs and its translation to Megatron-LM's arguments."""
 
 import argparse
+import ast
 import os
 import re
 import shlex
@@ -159,7 +160,7 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer without"),
         ("--pipeline-model-parallel-size 2", "world size (1) is not divisible"),
         ("--no-position-embedding", "--no-position-embedding is deprecated"),
-        ("--checkpoint-activations", "Megatron-LM refused the arguments"),
+        ("--checkpoint-activations", "has removed it; give --recompute-activations"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such/folder", "/no/such"),
         ("--world-size 2", "--world-size needs --dry-run"),
         ("--dry-run --world-size 0", "--world-size 0: must be from 1 to"),
@@ -198,6 +199,17 @@ def test_all_unknown_arguments_are_named_at_once():
 )
 def test_refusals_are_one_line(line, message):
     assert message in refusal(line)
+
+
+@pytest.mark.parametrize("module", ["arguments", "global_vars"])
+def test_arguments_at_which_megatron_exits_are_refused(module):
+    """``if args.NAME:`` before ``exit()`` would end the process with code 0."""
+    source = Path(add_megatron_arguments.__code__.co_filename).with_name(f"{module}.py")
+    branches = [n for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.If)]
+    tests = [ast.unparse(branch.test) for branch in branches if "exit()" in ast.unparse(branch)]
+    names = [test.removeprefix("args.") for test in tests]
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    assert flags and all(refusal(flag).startswith(f"{flag}: ") for flag in flags)
 
 
 def test_a_missing_argument_is_named():
