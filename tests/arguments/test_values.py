@@ -6,6 +6,7 @@ import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError
 
 # isort: split
+from megatron.training import training
 from megatron.training.global_vars import unset_global_variables
 
 TINY = shlex.split("""
@@ -86,6 +88,23 @@ def test_defaults_of_megatron_are_in_their_ranges(parser):
     assert set(_OUTPUT_FOLDERS) <= set(parser._option_string_actions)
 
 
+MEANT = {"mtp_num_layers", "num_experts", "train_iters", "train_samples"}
+"""Numbers that may be 0: no layers of the kind, and lengths of runs, checked elsewhere."""
+
+
+def test_numbers_of_which_megatron_takes_0_for_absent_are_not_0(parser):
+    """Its training tests them as ``if args.name``; their default is not 0."""
+    source = "\n".join(file.read_text() for file in Path(training.__file__).parent.rglob("*.py"))
+    before, name = r"(?:\b(?:if|and|or|not)|^) +", r"(?:args\.|getattr\(args, ')(\w+)(?:', None\))?"
+    names = set(re.findall(rf"(?m){before}{name}(?=:\n|\s+and |\s+or )", source)) - MEANT
+    assert names > {"exit_duration_in_mins", "exit_interval", "ckpt_step", "train_sync_interval"}
+    ints = {action.dest for action in parser._actions if action.type is int}
+    names |= {name for name in ints if name.endswith("_interval")}
+    numbers = [action for action in parser._actions if action.type in (int, float)]
+    tested = [action for action in numbers if action.dest in names and action.default != 0]
+    assert [action.dest for action in tested if range_of(action).low <= 0] == []
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -98,6 +117,9 @@ def test_defaults_of_megatron_are_in_their_ranges(parser):
         ("--moe-aux-loss-coeff 0.1 nan", "--moe-aux-loss-coeff nan: must be finite"),
         ("--kv-channels 0", "--kv-channels 0: must be an integer from 1 to 2**63 - 1"),
         ("--log-interval 0", "--log-interval 0: must be an integer from 1"),
+        ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0: must be an integer from 1"),
+        ("--save-interval 0", "--save-interval 0: must be an integer from 1"),
+        ("--loss-scale 0", "--loss-scale 0.0: must be positive"),
         ("--eval-interval 0", "--eval-interval 0: must be an integer from 1"),
         ("--lr-wsd-decay-iters -1", "--lr-wsd-decay-iters -1: must be an integer from 0"),
         ("--rotary-percent 5", "--rotary-percent 5.0: must be greater than 0 and at most 1"),
