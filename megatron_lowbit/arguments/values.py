@@ -269,6 +269,22 @@ def check_warmup(args: Namespace) -> None:
     )
 
 
+def check_profile(args: Namespace) -> None:
+    """Raise UserError for a profile that a run ends before.
+
+    Nothing is recorded after the last iteration, and torch's profiler, which Megatron-LM stops at
+    ``--profile-step-end``, would end in a segmentation fault instead of a trace.
+    """
+    if not args.profile or args.step_batch_size_schedule is not None:
+        return
+    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    require(
+        not iterations or args.profile_step_end <= iterations,
+        f"--profile-step-end {args.profile_step_end}: the run has {iterations} iterations; give "
+        f"at most {iterations}, and a smaller --profile-step-start",
+    )
+
+
 def check_microbatches(args: Namespace, prefix: str = "") -> None:
     """Raise UserError where virtual pipeline stages cannot take the microbatches of a step.
 

@@ -56,6 +56,7 @@ ALWAYS = [
     (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "--moe-router-topk-scaling-factor 3"),
     (f"{EXPERTS} --moe-router-score-function sigmoid", "--moe-router-pre-softmax"),
     (f"{EXPERTS} {HYBRID}", "--moe-layer-freq 2"),
+    ("--skip-train", "--profile"),
     ("", "--mask-prob 0.5"),
 ]
 

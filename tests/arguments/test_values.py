@@ -183,6 +183,16 @@ def test_a_run_needs_a_length():
     assert refusal([*line, "--dry-run"]) is None
 
 
+@pytest.mark.parametrize("length", ["--train-iters 5", "--train-samples 23"])
+def test_a_profile_must_end_within_the_run(length, tmp_path):
+    """Torch records a CPU as well; a run has 5 iterations of 4 samples."""
+    line = shlex.join(TINY).replace("--train-iters 2", length)
+    line += f" --profile --use-pytorch-profiler --tensorboard-dir {tmp_path} --profile-step-start 3"
+    assert refusal(shlex.split(f"{line} --profile-step-end 5")) is None
+    message = refusal(shlex.split(f"{line} --profile-step-end 6")) or "accepted"
+    assert "--profile-step-end 6: the run has 5 iterations" in message
+
+
 def test_a_dry_run_may_be_longer_than_this_machine_can_train():
     assert refusal([*TINY, "--train-iters", "999999999999999", "--dry-run"]) is None
 
