@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.errors import require_type
+from megatron_lowbit.errors import require, require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import (
@@ -166,11 +166,16 @@ def lowbit_linear(
     Raises:
         RuntimeError: in the backward pass, as for ``nn.Linear``, if the weight changed in place.
         TypeError: an argument of another type.
+        UserError: another number of input features.
     """
     source, operand = (x.source, x) if isinstance(x, Operand) else (x, None)
     for name, tensor in (("x", source), ("weight", weight), ("bias", bias)):
         if tensor is not None or name != "bias":
             require_type(name, tensor, Tensor, "a tensor")
+    require(
+        source.shape[-1:] == weight.shape[1:],
+        f"x has shape {tuple(source.shape)}; its last axis must be of {weight.shape[1]} features",
+    )
     context = context_of(context, source)
     # Reshaped out here: megatron adds in place to the result, which autograd refuses for a view
     # that a function of its own has made.

@@ -80,7 +80,7 @@ class LowbitLinear(nn.Linear):
             (..., out_features) in the input's dtype, or autocast's.
 
         Raises:
-            UserError: another dtype, or a weight that is no plain tensor.
+            UserError: another dtype or shape, or a weight that is no plain tensor.
             TypeError: the input is no tensor.
         """
         if self.training or self.eval_precision == "recipe":
@@ -118,10 +118,13 @@ class LowbitLinear(nn.Linear):
             x, weight = x.to(dtype), weight.to(dtype)
             others = [other.to(dtype) for other in others]
             bias = None if bias is None else bias.to(dtype)
+        bias_dtype = None if bias is None else bias.dtype
         require(
-            x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16),
-            f"LowbitLinear: input {x.dtype}, weight {weight.dtype}; both must be float32 or "
-            "bfloat16",
+            x.dtype in (torch.float32, torch.bfloat16)
+            and x.dtype == weight.dtype
+            and bias_dtype in (None, x.dtype),
+            f"LowbitLinear: input {x.dtype}, weight {weight.dtype}, bias {bias_dtype}; all must be "
+            "float32, or all bfloat16",
         )
         if torch.compiler.is_compiling():
             return compiled_linear(x, weight, bias, others, self.number, self.stochastic)

@@ -210,6 +210,22 @@ def test_other_dtypes_are_refused(dtype):
         layer()(torch.randn(4, 64, dtype=dtype))
 
 
+@pytest.mark.parametrize("of_bias", [torch.float32, torch.bfloat16])
+def test_a_bias_of_another_dtype_is_refused(of_bias):
+    """As by nn.Linear, in either direction."""
+    (dtype,) = {torch.float32, torch.bfloat16} - {of_bias}
+    module = layer(dtype=dtype)
+    module.bias = nn.Parameter(module.bias.to(of_bias))
+    with pytest.raises(UserError, match=f"weight {dtype}, bias {of_bias}; all must be"):
+        module(torch.randn(4, 64, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(), (63,), (4, 1)])
+def test_inputs_without_the_features_are_refused(shape):
+    with pytest.raises(UserError, match="last axis must be of 64 features"):
+        layer()(torch.randn(shape))
+
+
 def test_a_weight_that_is_no_plain_tensor_is_refused():
     class Packed(torch.Tensor):
         pass
