@@ -200,8 +200,10 @@ class Family:
         Raises UserError for what Megatron-LM's model cannot do.
         """
         for key, value in (_FIXED | {**self.fixed}).items():
-            if _with_infinity(config.get(key, value)) != value:
-                shown = reprlib.repr(config[key])
+            given = _with_infinity(config.get(key, value))
+            # Null is false or 0, of which it has the effect, but not another default.
+            if given != value and (given is not None or value):
+                shown = reprlib.repr(given)
                 raise UserError(f"{CONFIG}: {key} {shown}: only {value!r} is converted")
         entries = Entries({**self.defaults, **config}, CONFIG)
         model = {name: entry.read(entries) for name, entry in self.entries.items()}

@@ -104,6 +104,20 @@ def test_a_config_that_does_not_fit(name, change, named):
         from_config(config_of(name) | change)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v3", "nemotron-h"])
+def test_null_is_false_or_0_and_no_other_default(name):
+    """Transformers 4 reads it so. Entries that are converted with one value are checked."""
+    config = config_of(name)
+    fixed = FAMILIES[config["architectures"][0]].fixed
+    assert False in fixed.values()
+    for key, value in fixed.items():
+        if not value:
+            assert from_config(config | {key: None}) == from_config(config), key
+        else:
+            with pytest.raises(UserError, match=f"{key} None: only {value!r}"):
+                from_config(config | {key: None})
+
+
 @pytest.mark.parametrize(
     ("name", "change", "named"),
     [
