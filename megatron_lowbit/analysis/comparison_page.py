@@ -10,6 +10,7 @@ import jinja2
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
 
@@ -22,7 +23,7 @@ from megatron_lowbit.analysis.comparison import (
     gap_curves,
     visible_gap,
 )
-from megatron_lowbit.analysis.loss_curve import colors, smooth
+from megatron_lowbit.analysis.loss_curve import colors, save_png, smooth
 from megatron_lowbit.folders import replace_text, replacing
 
 _PAGE = """<!doctype html>
@@ -128,7 +129,7 @@ def picture(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> byte
         figure = _draw_in_panels(rows, curves)
     FigureCanvasAgg(figure)
     file = io.BytesIO()
-    figure.savefig(file, format="png")
+    save_png(figure, file)
     return file.getvalue()
 
 
@@ -155,23 +156,25 @@ def _draw_in_colors(
     figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     shades = colors(len(contenders))
+    named = {}
     for contender, color in zip(contenders, shades, strict=True):
-        for number, curve in enumerate(contender.curves):
+        for curve in contender.curves:
             losses = smooth(curve.losses, max(1, round(len(curve.losses) / 30)))
-            label = None if number else contender.name
-            above.plot(curve.tokens, losses, color=color, linewidth=1, label=label)
+            (named[contender.name],) = above.plot(curve.tokens, losses, color=color, linewidth=1)
     below.axhline(0, color=shades[0], linewidth=1)
-    for row, gap, color in list(zip(rows, gaps, shades, strict=True))[1:]:
-        draw_gap(below, _shown(gap), color, label=f"{row.name}: {gap_text(row)}")
+    named_gaps = {
+        f"{row.name}: {gap_text(row)}": draw_gap(below, _shown(gap), color)
+        for row, gap, color in list(zip(rows, gaps, shades, strict=True))[1:]
+    }
     above.set_ylabel("loss (nats per token)")
     below.set_ylabel(f"gap to {rows[0].name} (%), ± standard error")
     below.set_xlabel("tokens")
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     for panel in (above, below):
         panel.grid(alpha=0.3)
-    above.legend()
-    if len(rows) > 1:
-        below.legend()
+    above.legend(named.values(), named)
+    if named_gaps:
+        below.legend(named_gaps.values(), named_gaps)
     return figure
 
 
@@ -196,11 +199,11 @@ def _draw_in_panels(rows: Sequence[Row], gaps: Sequence[GapCurve]) -> Figure:
     return figure
 
 
-def draw_gap(panel: Axes, curve: GapCurve, color: object, label: str | None = None) -> None:
-    """Draw a gap by tokens, with a band of its standard error."""
+def draw_gap(panel: Axes, curve: GapCurve, color: object) -> Line2D:
+    """Draw a gap by tokens, with a band of its standard error; return the gap's line."""
     tokens, gap, error = curve
-    panel.plot(tokens, gap, color=color, linewidth=1.5, label=label)
     panel.fill_between(tokens, gap - error, gap + error, color=color, alpha=0.15, linewidth=0)
+    return panel.plot(tokens, gap, color=color, linewidth=1.5)[0]
 
 
 def _shown(curve: GapCurve) -> GapCurve:

@@ -1,13 +1,15 @@
 """Loss curves of one or several runs as a picture."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import replacing
@@ -98,31 +100,44 @@ def plot_loss(runs: dict[str, Path], output: Path) -> None:
     heights = [3, 1][: len(curves)]
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     above, below = grid[0, 0], grid[-1, 0]
+    named: dict[str, Line2D] = {}
     for (name, curve), color in zip(curves.items(), colors(len(curves)), strict=True):
-        _draw_losses(above, name, curve, color)
+        named |= _draw_losses(above, name, curve, color)
         if below is not above:
             iterations, gap = relative_gap(curve, reference)
             below.plot(iterations, 100 * smooth(gap, _window(gap)), color=color)
             below.set_ylabel(f"gap to {first} (%)")
     above.set_ylabel("loss (nats per token)")
-    above.legend()
+    above.legend(named.values(), named)
     for panel in grid[:, 0]:
         panel.grid(alpha=0.3)
     below.set_xlabel("training step (iteration)")
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as file:
-        figure.savefig(file, format="png")
+        save_png(figure, file)
 
 
-def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: Any) -> None:
+def save_png(figure: Figure, file: Path | BinaryIO) -> None:
+    """Save a figure with its names as they are: matplotlib typesets what dollar signs enclose."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    figure.savefig(file, format="png")
+
+
+def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: Any) -> dict[str, Line2D]:
+    """Draw a run; return the entries of the legend.
+
+    They are no labels of lines: matplotlib ignores labels that begin with ``_``.
+    """
     panel.plot(curve.iterations, curve.losses, color=color, linewidth=0.6, alpha=0.4)
     smoothed = smooth(curve.losses, _window(curve.losses))
-    panel.plot(curve.iterations, smoothed, color=color, linewidth=2, label=name)
+    named = {name: panel.plot(curve.iterations, smoothed, color=color, linewidth=2)[0]}
     if len(curve.validation_iterations):
-        panel.plot(
+        (named[f"{name}, validation"],) = panel.plot(
             curve.validation_iterations, curve.validation_losses, "o", color=color,
-            markeredgecolor="black", label=f"{name}, validation",
+            markeredgecolor="black",
         )  # fmt: skip
+    return named
 
 
 def _window(values: np.ndarray) -> int:

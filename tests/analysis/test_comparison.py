@@ -305,6 +305,21 @@ def test_the_picture(write_run, monkeypatch, names, panels):
         assert (high + low) / 2 == pytest.approx(100 * row.gap)
 
 
+@pytest.mark.filterwarnings("error")
+def test_names_of_the_legend_are_as_they_are(write_run, monkeypatch):
+    """Matplotlib ignores labels that begin with ``_``, and takes ``$`` for formulas."""
+    names, legends, save = ["_first", "$\\none$", "_third"], [], Figure.savefig
+
+    def saved(figure, *args, **settings):
+        legends.extend([text.get_text() for text in ax.get_legend().texts] for ax in figure.axes)
+        save(figure, *args, **settings)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    picture(read_contenders([(name, write_run(f"run {name[1]}", 1.0)) for name in names]))
+    above, below = legends
+    assert above == names and [text.partition(":")[0] for text in below] == names[1:]
+
+
 def test_the_command(write_run, tmp_path, capsys):
     first, second = write_run("a", 1.0), write_run("b", 1.01)
     main(["compare", f"<bf16>={first}", str(second), "--output", str(tmp_path / "out")])

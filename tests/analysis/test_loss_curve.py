@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from megatron_lowbit.analysis.loss_curve import (
     plot_loss,
@@ -83,6 +84,20 @@ def test_a_picture_is_written(write_run, tmp_path, number):
     plot_loss(runs, tmp_path / "plots" / "loss.png")
     assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["loss.png"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_of_the_legend_are_as_they_are(write_run, tmp_path, monkeypatch):
+    """Matplotlib ignores labels that begin with ``_``, and takes ``$`` for formulas."""
+    legends, save = [], Figure.savefig
+
+    def saved(figure, *args, **settings):
+        legends.append([text.get_text() for text in figure.axes[0].get_legend().texts])
+        save(figure, *args, **settings)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    plot_loss({"_a": write_run("a"), "$\\b$": write_run("b")}, tmp_path / "loss.png")
+    assert legends == [["_a", "_a, validation", "$\\b$", "$\\b$, validation"]]
 
 
 def test_runs_without_a_common_iteration_have_no_gap(write_run, tmp_path):
