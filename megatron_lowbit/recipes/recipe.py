@@ -6,6 +6,7 @@ from itertools import product, starmap
 from typing import Any, Literal
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.numerics import Rounding
 from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.numerics.precision import HIGH_PRECISION, LinearPrecision
 from megatron_lowbit.recipes.matchers import OUTPUT_LAYER, BlocksMatcher, Layer, Matcher
@@ -192,6 +193,38 @@ class Recipe:
             )
         for other in filter(None, [self.backward, *(switch.recipe for switch in self.switches)]):
             other.check_matchers(layers)
+
+    def check_switches(self) -> None:
+        """Raise ValueError for a switch that later ones of the list replace from its start on."""
+        for number, switch in enumerate(self.switches, 1):
+            later = [
+                other
+                for other in self.switches[number:]
+                if other.at <= (switch.at if other.unit == switch.unit else 0)
+            ]
+            parts = {other.part for other in later}
+            if {"all", switch.part} & parts or parts == {"forward", "backward"}:
+                others = " and ".join(map(str, later))
+                raise ValueError(
+                    f"switches.{switch.name}: without effect, replaced by {others}; remove one"
+                )
+
+    def check_oscillation(self) -> None:
+        """Raise ValueError unless fprop quantizes weights, as a function of only the weight."""
+        if self.oscillation is None:
+            return
+        for name, precision in self.configs.items():
+            fprop = precision.fprop
+            if fprop.rhs is None:
+                continue
+            if fprop.rhs.rounding is not Rounding.NEAREST_EVEN or fprop.hadamard is not None:
+                problem = "fprop's weight must be rounded to nearest, without a transform"
+                raise ValueError(f"configs.{name}: {problem}")
+            if precision.history_length:
+                raise ValueError(f"configs.{name}: it does not go with amax_history")
+        phases = (phase for _, phase in self.phases())
+        if not any(precision.fprop.rhs for phase in phases for precision in phase.configs.values()):
+            raise ValueError("without effect, fprop quantizes no weight; remove it")
 
     def check_mxnorm(self, layers: Sequence[Layer], hidden_size: int | None = None) -> None:
         """Raise UserError unless every precision of the layers after MXNorm has blocks that fit.

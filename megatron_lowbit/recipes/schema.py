@@ -369,9 +369,10 @@ class RecipeSpec(StrictModel):
             self.name, self.description, configs, matchers, tuple(switches),
             oscillation=self.oscillation, output_layer=self.output_layer,
         )  # fmt: skip
-        if self.oscillation:
-            with error_prefix(f"{source}: oscillation: "):
-                _check_oscillation(recipe)
+        with error_prefix(f"{source}: "):
+            recipe.check_switches()
+        with error_prefix(f"{source}: oscillation: "):
+            recipe.check_oscillation()
         return recipe
 
 
@@ -381,19 +382,3 @@ def parse_recipe(raw: Any, source: str) -> RecipeSpec:
         return RecipeSpec.model_validate(raw)
     except ValidationError as error:
         raise UserError(f"{source}: {first_error(error)}") from None
-
-
-def _check_oscillation(recipe: Recipe) -> None:
-    """Raise ValueError unless fprop quantizes weights, as a function of only the weight."""
-    for name, precision in recipe.configs.items():
-        fprop = precision.fprop
-        if fprop.rhs is None:
-            continue
-        if fprop.rhs.rounding is not Rounding.NEAREST_EVEN or fprop.hadamard is not None:
-            problem = "fprop's weight must be rounded to nearest, without a transform"
-            raise ValueError(f"configs.{name}: {problem}")
-        if precision.history_length:
-            raise ValueError(f"configs.{name}: it does not go with amax_history")
-    phases = (phase for _, phase in recipe.phases())
-    if not any(precision.fprop.rhs for phase in phases for precision in phase.configs.values()):
-        raise ValueError("without effect, fprop quantizes no weight; remove it")

@@ -102,11 +102,40 @@ def test_switches_apply_in_order():
 
 def test_the_order_is_the_files_not_the_points():
     """The one written last wins once both are reached."""
-    late_first = ("{iteration: 20, to: mxfp8}", "{iteration: 10, to: fp8-tile}")
+    late_first = ("{iteration: 20, to: mxfp8}", "{iteration: 10, to: fp8-tile, part: forward}")
     recipe = switched(*late_first)
-    assert recipe.at(Progress(15)) == recipe.at(Progress(25)) == TILE
-    recipe = switched(*late_first[::-1])
-    assert (recipe.at(Progress(15)), recipe.at(Progress(25))) == (TILE, MXFP8)
+    assert precisions(recipe.at(Progress(15))) == parts(TILE, NVFP4)
+    assert precisions(recipe.at(Progress(25))) == parts(TILE, MXFP8)
+    assert switched(*late_first[::-1]).at(Progress(25)) == MXFP8
+
+
+@pytest.mark.parametrize(
+    "switch, later",
+    [
+        ("iteration: 10", ["iteration: 10"]),
+        ("fraction: 0.5, part: forward", ["fraction: 0.5, part: forward"]),
+        ("tokens: 10, part: backward", ["tokens: 9"]),
+        ("tokens: 10", ["iteration: 0"]),
+        ("iteration: 10", ["iteration: 10, part: forward", "iteration: 9, part: backward"]),
+    ],
+)
+def test_a_switch_that_later_ones_replace_from_its_start_on_is_refused(switch, later):
+    given = [f"{{{text}, to: mxfp8}}" for text in (switch, *later)]
+    message = refused(lambda: switched(*given), parts=["switches.s0: without effect"])
+    assert all(f"s{number}: from" in message for number in range(1, len(given)))
+
+
+@pytest.mark.parametrize(
+    "switch, later",
+    [
+        ("iteration: 10, part: forward", "iteration: 10, part: backward"),
+        ("iteration: 10", "iteration: 10, part: forward"),
+        ("iteration: 9", "iteration: 10"),
+        ("iteration: 10", "tokens: 10"),
+    ],
+)
+def test_switches_of_which_each_has_an_effect(switch, later):
+    assert len(switched(f"{{{switch}, to: mxfp8}}", f"{{{later}, to: bf16}}").switches) == 2
 
 
 def test_switches_of_different_units():
@@ -120,7 +149,7 @@ def test_switches_of_different_units():
 def test_phases_of_one_unit_come_in_order():
     """Whatever the file's order, and with switches from the start on already made."""
     recipe = switched(
-        "{iteration: 20, to: mxfp8}", "{iteration: 0, to: fp8-tile}",
+        "{iteration: 20, to: mxfp8}", "{iteration: 0, to: fp8-tile, part: forward}",
         "{iteration: 10, to: bf16, part: forward}",
     )  # fmt: skip
     phases = recipe.phases()
