@@ -21,12 +21,9 @@ from megatron_lowbit.study.definition import (
 )
 from tests.fuzzed_yaml import changed_documents, damaged_texts
 from tests.marks import others_slow
+from tests.study.conftest import lines
 
 ROOT = Path(__file__).parents[2]
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_every_run_of_every_seed(study, tmp_path, capsys):
@@ -258,75 +255,6 @@ def test_arguments_that_are_refused(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
         main([*arguments.split(), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
-
-
-BRANCH = "branches: {base: {iteration: 30, runs: {changed: --scale 2.2}}}"
-
-
-def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
-    """After the trunk of their seed, which saves there and keeps its checkpoints until then."""
-    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
-    main(["run", str(file), "--output", str(output), "--at-once", "3"])
-    for seed in (1, 2):
-        command = json.loads((output / f"base-{seed}" / "study.json").read_text())["command"]
-        assert command[-4:] == ["--save-interval", "30", "--seed", str(seed)]
-        changed = lines(output / f"changed-{seed}")
-        assert [line["iteration"] for line in changed] == list(range(31, 41))
-        assert not list(output.glob("*/iter_*"))
-    shown = capsys.readouterr().out
-    assert shown.index("base") < shown.index("changed")
-
-
-@pytest.mark.slow
-def test_some_runs_of_a_study(study, tmp_path):
-    """Beside the baseline; a branch's run with its trunk, whose arguments stay as they are."""
-    branch = BRANCH[:-1].replace("base", "last")
-    branch += ", other: {iteration: 20, runs: {late: --scale 2.3}}}"
-    file = study(base="--scale 2", other="--scale 3", last="--scale 4", branch=branch)
-    command = ["run", str(file), "--output", str(tmp_path / "out"), "--seeds", "1", "--only"]
-
-    def folders() -> set[str]:
-        return {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
-
-    main([*command, "last"])
-    assert folders() == {"base-1", "last-1"}
-    main([*command, "changed", "--keep-checkpoints"])
-    assert folders() == {"base-1", "last-1", "changed-1"}
-    # Its checkpoint was gone: a second time, from the beginning.
-    assert [line["began"] for line in lines(tmp_path / "out" / "last-1")] == [0] * 80
-    main([*command, "changed"])
-    assert len(lines(tmp_path / "out" / "last-1")) == 80
-    main([*command, "late"])
-    assert folders() == {"base-1", "last-1", "changed-1", "other-1", "late-1"}
-    assert lines(tmp_path / "out" / "late-1")[0]["iteration"] == 21
-    with pytest.raises(UserError, match=r"--only: no run 'mine'; use some of \['base', 'other'"):
-        main([*command, "mine"])
-
-
-def test_a_branch_starts_as_soon_as_its_trunk_has_saved(study, write_script, tmp_path):
-    """The trunk ends once the branch has trained."""
-    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
-    wait = """
-branch = folder.parent / f"changed-{seed}" / "metrics.jsonl"
-for _ in range(600):
-    if folder == branch.parent or branch.is_file():
-        break
-    time.sleep(0.1)
-else:
-    sys.exit("no branch has started")
-"""
-    write_script('(folder / "iter_0000040").mkdir()', f'{wait}(folder / "iter_0000040").mkdir()')
-    main(["run", str(file), "--output", str(output), "--seeds", "1", "--at-once", "2"])
-    assert len(lines(output / "base-1")) == 40 and len(lines(output / "changed-1")) == 10
-
-
-def test_a_branch_fails_with_its_trunk(study, write_script, tmp_path):
-    """The trunk fails before it has saved."""
-    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
-    write_script('(folder / f"iter_{i:07}").mkdir()', "sys.exit(3)")
-    with pytest.raises(TrainingError, match="4 of 4 runs failed"):
-        main(["run", str(file), "--output", str(output)])
-    assert not (output / "changed-1").exists()
 
 
 @pytest.mark.parametrize(
