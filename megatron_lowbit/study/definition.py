@@ -267,7 +267,16 @@ def is_finished(job: Job) -> bool:
     changed = [word for word, now in _inputs(job).items() if digests.string(word, now) != now]
     since = f"before {', '.join(changed)} changed"
     require(not changed, f"{job.folder}: holds a run from {since}; give another --output")
+    start, begun = _start_of(job), state.string("start", _start_of(job))
+    message = f"holds a run that began from {begun}, not {start}; give another --output"
+    require(begun == start, f"{job.folder}: {message}")
     return state.boolean("finished")
+
+
+def _start_of(job: Job) -> str:
+    """Return the checkpoint that a run begins from, wherever the folder of the study is."""
+    return str(iteration_directory(Path(job.start.folder.name), job.start.iteration)
+               if job.start else "the first iteration")  # fmt: skip
 
 
 def _inputs(job: Job) -> dict[str, str]:
@@ -297,6 +306,7 @@ def mark(job: Job, finished: bool) -> None:
         "seed": job.seed,
         "command": job.command[1:],
         "inputs": _inputs(job),
+        "start": _start_of(job),
         "machine": machine(),
     }  # fmt: skip
     replace_text(file, json.dumps({**state, "finished": finished}, indent=1) + "\n")

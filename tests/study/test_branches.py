@@ -68,6 +68,26 @@ else:
     assert len(lines(output / "base-1")) == 40 and len(lines(output / "changed-1")) == 10
 
 
+def test_a_branch_of_another_trunk_is_another_run(study, tmp_path):
+    """Its arguments are the same; the folder of the study may have moved."""
+    runs = {"base": "--scale 2", "other": "--scale 3"}
+    before, after = (
+        f"branches: {{base: {{iteration: 30, runs: {{x: --scale 2.1{a}}}}}, "
+        f"other: {{iteration: 30, runs: {{y: --scale 2.1{b}}}}}}}"
+        for a, b in ((", late: --scale 2.2", ""), ("", ", late: --scale 2.2"))
+    )
+    command = ["run", str(study(branch=before, **runs)), "--seeds", "1", "--output"]
+    main([*command, str(tmp_path / "out")])
+    (tmp_path / "out").rename(tmp_path / "moved")
+    main([*command, str(tmp_path / "moved")])
+    study(branch=after, **runs)
+    began = (
+        "late-1: holds a run that began from base-1/iter_0000030, not other-1/iter_0000030; give"
+    )
+    with pytest.raises(UserError, match=began):
+        main([*command, str(tmp_path / "moved")])
+
+
 def test_a_branch_fails_with_its_trunk(study, write_script, tmp_path):
     """The trunk fails before it has saved."""
     file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
