@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.study.command import main
+from megatron_lowbit.study.definition import jobs_of, read_study, with_recipes
 from tests.study.conftest import lines
 
 BRANCH = "branches: {base: {iteration: 30, runs: {changed: --scale 2.2}}}"
@@ -95,3 +96,11 @@ def test_a_branch_fails_with_its_trunk(study, write_script, tmp_path):
     with pytest.raises(TrainingError, match="4 of 4 runs failed"):
         main(["run", str(file), "--output", str(output)])
     assert not (output / "changed-1").exists()
+
+
+def test_recipes_are_compared_with_the_trunk_of_a_study(study, tmp_path):
+    """Its run in the folder is not repeated, nor refused for other arguments."""
+    branched = read_study(study(base="--scale 2", branch=BRANCH))
+    trunk, mine = jobs_of(with_recipes(branched, ["nvfp4"]), tmp_path, [])[:2]
+    assert trunk == jobs_of(branched, tmp_path, [])[0]
+    assert mine.name == "nvfp4" and "--save-interval" not in mine.command
