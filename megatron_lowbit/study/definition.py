@@ -39,6 +39,7 @@ _OF_STUDIES = {
     "--finetune": "a run that resumes would begin again; give --pretrained-checkpoint",
 }
 """Arguments of training that would have no effect, or another one, with ways out."""
+_OF_TRUNKS = {"--save-keep-last": "would delete the checkpoint that branches begin from; omit it"}
 # lowbit-pretrain, whose script need not be on PATH; -P: modules of the folder stay out, as there.
 _PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()")
 
@@ -172,8 +173,9 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """Return all runs, every name's first seed first; ``more`` are from the command line.
 
     Raises UserError for seeds that training refuses or that are given twice, for names that would
-    share a folder, for arguments that a study sets itself, for a branch after the end of its trunk,
-    and where ``more`` would replace an argument by which a run differs.
+    share a folder, for arguments that a study sets itself or that delete a branch's checkpoint, for
+    a branch after the end of its trunk, and where ``more`` would replace an argument by which a run
+    differs.
     """
     seeds = " ".join(map(str, study.seeds))
     require(len(set(study.seeds)) == len(study.seeds), f"seeds {seeds}: each must be given once")
@@ -211,7 +213,8 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
             f"run {job.name!r}: another run's name is the same in a file's name",
         )
         flags = _flags(training_words(job)[:-2])
-        for flag, why in _OF_STUDIES.items():
+        of_trunks = _OF_TRUNKS if job.name in study.branches else {}
+        for flag, why in (_OF_STUDIES | of_trunks).items():
             require(flag not in flags, f"run {job.name!r}: {flag}: {why}")
     return jobs
 
@@ -281,6 +284,13 @@ def _start_of(job: Job) -> str:
                if job.start else "the first iteration")  # fmt: skip
 
 
+def jobs_left(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs to run: unfinished ones, and their trunks whose checkpoint is gone."""
+    unfinished = [job for job in jobs if not is_finished(job)]
+    needed = {job.start.folder for job in unfinished if job.start and not has_saved(job.start)}
+    return [job for job in jobs if job in unfinished or job.folder in needed]
+
+
 def _inputs(job: Job) -> dict[str, str]:
     """Return digests of the files of arguments, recipes and data sets that a job's words name."""
     words = training_words(job)
@@ -320,12 +330,19 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def has_saved(start: Start) -> bool:
-    """Return True if a trunk has saved the checkpoint that branches start from."""
+    """Return True if a trunk has saved the checkpoint that branches start from.
+
+    Raises UserError if the trunk has passed this checkpoint, which is gone.
+    """
     try:
         latest = latest_iteration(start.folder) or 0
     except UserError:  # The trunk is writing the tracker file, which is empty at first.
         return False
-    return latest >= start.iteration and iteration_directory(*start).is_dir()
+    checkpoint, is_past = iteration_directory(*start), latest >= start.iteration
+    advice = f"restore it, or delete {start.folder} to train it again"
+    message = f"{checkpoint}: is missing, and branches begin from it; {advice}"
+    require(not is_past or checkpoint.is_dir(), message)
+    return is_past
 
 
 def launch_command(job: Job) -> list[str]:

@@ -22,9 +22,9 @@ from megatron_lowbit.json_files import Entries, parse_json
 from megatron_lowbit.storage import files
 from megatron_lowbit.study.definition import (
     Job,
-    has_checkpoint,
     has_saved,
     is_finished,
+    jobs_left,
     launch_command,
     mark,
     planned_iterations,
@@ -99,12 +99,11 @@ class _StudyState:
         self._deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._longest = 0.0  # seconds of the longest run
         self.trunks = {job.start.folder for job in jobs if job.start}
-        finished = [job for job in jobs if is_finished(job)]
-        needed = {job.start.folder for job in jobs if job.start and job not in finished}
-        self.finished = [
-            job for job in finished if job.folder not in needed or has_checkpoint(job.folder)
-        ]
-        self.left = [job for job in jobs if job not in self.finished]
+        self.left = jobs_left(jobs)
+        for job in filter(is_finished, self.left):
+            line = f"{job.folder}: trains again, because the checkpoint for its branches is gone"
+            progress.console.print(line, highlight=False, markup=False)
+        self.finished = [job for job in jobs if job not in self.left]
         self.running: list[_Running] = []
         self.causes: dict[Path, str] = {}
         self.free = list(gpus)

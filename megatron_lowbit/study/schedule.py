@@ -8,7 +8,7 @@ from rich.table import Table
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
-from megatron_lowbit.study.definition import Job, is_finished, training_words
+from megatron_lowbit.study.definition import Job, jobs_left, training_words
 
 
 class Pace(NamedTuple):
@@ -75,7 +75,7 @@ def described(
     ``at_once`` on each; a command takes ``minutes``, a run ``start_up`` seconds until its first
     iteration.
     """
-    left = [job for job in jobs if not is_finished(job)]
+    left = jobs_left(jobs)
     starts = {job.name: job.start.iteration if job.start else 0 for job in jobs}
     paces = {job.name: pace_of(job, gpu) for job in reversed(jobs)}
     whole = {name: paces[name].seconds(at_once, start_up, start) for name, start in starts.items()}

@@ -27,7 +27,7 @@ def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_some_runs_of_a_study(study, tmp_path):
+def test_some_runs_of_a_study(study, tmp_path, capsys):
     """Beside the baseline; a branch's run with its trunk, whose arguments stay as they are."""
     branch = BRANCH[:-1].replace("base", "last")
     branch += ", other: {iteration: 20, runs: {late: --scale 2.3}}}"
@@ -42,6 +42,7 @@ def test_some_runs_of_a_study(study, tmp_path):
     main([*command, "changed", "--keep-checkpoints"])
     assert folders() == {"base-1", "last-1", "changed-1"}
     # Its checkpoint was gone: a second time, from the beginning.
+    assert "trains again" in capsys.readouterr().err.replace("\n", " ")
     assert [line["began"] for line in lines(tmp_path / "out" / "last-1")] == [0] * 80
     main([*command, "changed"])
     assert len(lines(tmp_path / "out" / "last-1")) == 80
@@ -87,6 +88,16 @@ def test_a_branch_of_another_trunk_is_another_run(study, tmp_path):
     )
     with pytest.raises(UserError, match=began):
         main([*command, str(tmp_path / "moved")])
+
+
+def test_a_trunk_that_has_passed_its_branches_checkpoint(study, tmp_path):
+    """It would continue from its last checkpoint, and never save the deleted one."""
+    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
+    command = ["run", str(file), "--output", str(output), "--seeds", "1"]
+    main([*command, "--only", "base", "--keep-checkpoints"])
+    (output / "base-1" / "iter_0000030").rmdir()
+    with pytest.raises(UserError, match=f"iter_0000030: is missing, .* delete {output}/base-1 to"):
+        main(command)
 
 
 def test_a_branch_fails_with_its_trunk(study, write_script, tmp_path):

@@ -20,6 +20,14 @@ def test_arguments_that_a_study_sets_are_refused(study, tmp_path, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_trunk_keeps_the_checkpoint_of_its_branches(study, tmp_path):
+    file = study(base="--scale 2", branch="branches: {base: {iteration: 20, runs: {late: ''}}}")
+    with pytest.raises(
+        UserError, match="run 'base': --save-keep-last: would delete the checkpoint"
+    ):
+        jobs_of(read_study(file), tmp_path, ["--save-keep-last", "1"])
+
+
 @pytest.mark.parametrize("words", ["--scale 2", "--scale=2", "@more.args"])
 def test_an_argument_of_a_run_is_not_replaced_for_all_runs(study, tmp_path, monkeypatch, words):
     """Runs would be equal in what they are to differ in."""
@@ -74,3 +82,6 @@ def test_a_trunk_has_saved_once_its_tracker_file_says_so(tmp_path):
     for text, saved in (("10", False), ("", False), ("20", True), ("", False), ("30", True)):
         (tmp_path / TRACKER).write_text(text)
         assert has_saved(start) == saved
+    (tmp_path / "iter_0000020").rmdir()
+    with pytest.raises(UserError, match="iter_0000020: is missing"):
+        has_saved(start)

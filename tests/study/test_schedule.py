@@ -202,6 +202,11 @@ def test_the_plan_of_branches_and_of_runs_that_were_stopped(tmp_path, capsys):
     assert cells["late"][3] == pytest.approx(cells["trunk"][3] / 5, abs=0.1)
     hours = float(re.search(r"are left: ([\d.]+) hours", shown)[1])
     assert hours == pytest.approx((0.5 + 0.2) * cells["trunk"][3] / 60, abs=0.06)
+    state = json.loads((output / "trunk-1" / "study.json").read_text())
+    (output / "trunk-1" / "study.json").write_text(json.dumps({**state, "finished": True}))
+    main(["plan", str(file), "--output", str(output), "--gpu", "h100", "--start-up", "0"])
+    # The checkpoint of iteration 2000 is gone.
+    assert "2 of 2 runs are left" in capsys.readouterr().out
 
 
 @pytest.mark.slow
