@@ -83,7 +83,7 @@ def test_the_table(write, tmp_path):
     assert float(mine[7]) == pytest.approx((2 * 16 + 4 * 4.25) / 6, abs=0.005)
     assert nvfp4[8] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
     text = " ".join((tmp_path / "page.md").read_text().split())
-    assert f"With 2 seeds, a gap of {2.8416 * error:.2g}% exceeds" in text
+    assert f"With 2 seeds, a true gap of {2.8416 * error:.2g}% exceeds" in text
     assert "1M tokens, 2 seeds or more per row" in text
     assert "[examples/gpt-60m.args](../../examples/gpt-60m.args)" in text and "GPU, 2, abc." in text
 
