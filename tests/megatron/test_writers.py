@@ -180,7 +180,7 @@ def test_only_replacing_and_a_few_named_places_open_files_to_write():
         "folders.py": 1, "storage/lock.py": 3, "storage/files.py": 2,
         "storage/resumable_output.py": 3, "data/index_cache.py": 1, "megatron/run/metrics.py": 1,
         "megatron/run/short_log.py": 1,
-        "analysis/loss_curve.py": 1, "analysis/comparison_page.py": 1, "study/runner.py": 2,
-        "study/sensitivity.py": 1, "checkpoints/hugging_face_files.py": 2,
+        "analysis/loss_curve.py": 1, "study/runner.py": 2, "study/sensitivity.py": 1,
+        "checkpoints/hugging_face_files.py": 2,
         "conversion/convert.py": 1,
     }  # fmt: skip
