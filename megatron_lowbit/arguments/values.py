@@ -62,14 +62,14 @@ _RULES = (
     (r".*-port", _up_to(65535)),
     (r"distributed-timeout-minutes", _up_to(_MOST_MINUTES, 1)),
     (r"distributed-timeout-seconds-.*", _up_to(60 * _MOST_MINUTES, 1)),
-    (r"mxnorm-p|(rope|rotary|moe-router-topk)-scaling-factor|mup-base-head-dim|loss-scale",
+    (r"mxnorm-p|(rope|rotary|moe-router-topk)-scaling-factor|mup-base-head-dim",
      _Range(_TINY, _HUGE, "positive and finite")),
     (r"rotary-percent|logits-save-top-p", _Range(_TINY, 1, "greater than 0 and at most 1")),
     (r".*-(dropout|fraction|prob|top-p)|fim-.*rate|sample-rate", _Range(0, 1, "from 0 to 1")),
     (r"(adam|lion)-beta.|.*-ema", _Range(0, math.nextafter(1, 0), "at least 0 and less than 1")),
     # Sizes and counts that Megatron-LM divides by, or whose 0 it takes for an absent argument.
     (r".*(hidden|vocab|micro-batch|global-batch|latent|parallel)-sizes?|.*-divisible-by"
-     r"|(?!qk-pos|biencoder|mscale|manual-gc|inprocess|inference-log|log-quant)"
+     r"|(?!qk-pos|biencoder|mscale|manual-gc|inprocess|inference-log|log-quant|save-interval)"
      r".*-(heads|channels|length|len|dim|lora-rank|embeddings|num-buckets"
      r"|distance|base|shards|instances|granularity|interpolation-factor|virtual-pipeline-stage"
      r"|per-pipeline-rank|interval)|.*query-groups|(mamba|moe-router)-num-groups"

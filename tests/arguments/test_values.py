@@ -88,19 +88,23 @@ def test_defaults_of_megatron_are_in_their_ranges(parser):
     assert set(_OUTPUT_FOLDERS) <= set(parser._option_string_actions)
 
 
-MEANT = {"mtp_num_layers", "num_experts", "train_iters", "train_samples"}
-"""Numbers that may be 0: no layers of the kind, and lengths of runs, checked elsewhere."""
+MEANT = {
+    "mtp_num_layers", "num_experts", "train_iters", "train_samples", "loss_scale", "save_interval"
+}  # fmt: skip
+"""Numbers that may be 0: no layers of the kind, lengths of runs, checked elsewhere, a dynamic loss
+scale, and no checkpoints. Public scripts for Megatron-LM contain the last two."""
 
 
 def test_numbers_of_which_megatron_takes_0_for_absent_are_not_0(parser):
     """Its training tests them as ``if args.name``; their default is not 0."""
     source = "\n".join(file.read_text() for file in Path(training.__file__).parent.rglob("*.py"))
     before, name = r"(?:\b(?:if|and|or|not)|^) +", r"(?:args\.|getattr\(args, ')(\w+)(?:', None\))?"
-    names = set(re.findall(rf"(?m){before}{name}(?=:\n|\s+and |\s+or )", source)) - MEANT
+    names = set(re.findall(rf"(?m){before}{name}(?=:\n|\s+and |\s+or )", source))
     assert names > {"exit_duration_in_mins", "exit_interval", "ckpt_step", "train_sync_interval"}
     ints = {action.dest for action in parser._actions if action.type is int}
     names |= {name for name in ints if name.endswith("_interval")}
     numbers = [action for action in parser._actions if action.type in (int, float)]
+    names -= MEANT
     tested = [action for action in numbers if action.dest in names and action.default != 0]
     assert [action.dest for action in tested if range_of(action).low <= 0] == []
 
@@ -118,8 +122,8 @@ def test_numbers_of_which_megatron_takes_0_for_absent_are_not_0(parser):
         ("--kv-channels 0", "--kv-channels 0: must be an integer from 1 to 2**63 - 1"),
         ("--log-interval 0", "--log-interval 0: must be an integer from 1"),
         ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0: must be an integer from 1"),
-        ("--save-interval 0", "--save-interval 0: must be an integer from 1"),
-        ("--loss-scale 0", "--loss-scale 0.0: must be positive"),
+        ("--exit-interval 0", "--exit-interval 0: must be an integer from 1"),
+        ("--save new --save-interval 0", "Megatron-LM demands --save-interval > 0"),
         ("--eval-interval 0", "--eval-interval 0: must be an integer from 1"),
         ("--lr-wsd-decay-iters -1", "--lr-wsd-decay-iters -1: must be an integer from 0"),
         ("--rotary-percent 5", "--rotary-percent 5.0: must be greater than 0 and at most 1"),
@@ -167,6 +171,7 @@ def test_values_out_of_range(line, message):
         "--lr 0 --clip-grad 0 --weight-decay 0 --num-workers 0 --manual-gc-interval 0"
         " --lr-wsd-decay-iters 0 --hidden-dropout 0 --attention-dropout 1 --num-experts 0",
         "--moe-layer-freq ([1]*1+[0]*1)*1 --no-rope-freq 2 --split 969:30,1.5 --seed 4000000000",
+        "--bf16 --loss-scale 0 --save-interval 0",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 0",
         "--train-iters 0 --skip-train",
     ],
