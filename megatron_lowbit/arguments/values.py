@@ -270,18 +270,19 @@ def check_warmup(args: Namespace) -> None:
 
 
 def check_profile(args: Namespace) -> None:
-    """Raise UserError for a profile that a run ends before.
+    """Raise UserError for a profile that starts after the run, or that torch cannot write.
 
-    Nothing is recorded after the last iteration, and torch's profiler, which Megatron-LM stops at
-    ``--profile-step-end``, would end in a segmentation fault instead of a trace.
+    Torch's profiler writes its trace at ``--profile-step-end``; a run that ends before ends in a
+    segmentation fault. Nsight Systems records until the run ends.
     """
-    if not args.profile or args.step_batch_size_schedule is not None:
+    if not args.profile or args.skip_train or args.step_batch_size_schedule is not None:
         return
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    last = args.profile_step_end if args.use_pytorch_profiler else args.profile_step_start + 1
     require(
-        not iterations or args.profile_step_end <= iterations,
-        f"--profile-step-end {args.profile_step_end}: the run has {iterations} iterations; give "
-        f"at most {iterations}, and a smaller --profile-step-start",
+        not iterations or last <= iterations,
+        f"--profile-step-start {args.profile_step_start} --profile-step-end "
+        f"{args.profile_step_end}: the run has {iterations} iterations; give smaller numbers",
     )
 
 

@@ -4,6 +4,7 @@ import itertools
 import re
 import shlex
 import signal
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lowbit import arguments
-from megatron_lowbit.arguments.values import _OUTPUT_FOLDERS, range_of
+from megatron_lowbit.arguments.values import _OUTPUT_FOLDERS, check_profile, range_of
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError
 
@@ -194,8 +195,20 @@ def test_a_profile_must_end_within_the_run(length, tmp_path):
     line = shlex.join(TINY).replace("--train-iters 2", length)
     line += f" --profile --use-pytorch-profiler --tensorboard-dir {tmp_path} --profile-step-start 3"
     assert refusal(shlex.split(f"{line} --profile-step-end 5")) is None
+    assert refusal(shlex.split(f"{line} --profile-step-end 6 --skip-train")) is None
     message = refusal(shlex.split(f"{line} --profile-step-end 6")) or "accepted"
     assert "--profile-step-end 6: the run has 5 iterations" in message
+
+
+def test_nsight_systems_may_record_until_the_run_ends():
+    args = Namespace(
+        profile=True, use_pytorch_profiler=False, skip_train=False, step_batch_size_schedule=None,
+        train_iters=5, profile_step_start=4, profile_step_end=12,
+    )  # fmt: skip
+    check_profile(args)
+    args.profile_step_start = 5
+    with pytest.raises(UserError, match=r"--profile-step-start 5 .*: the run has 5 iterations"):
+        check_profile(args)
 
 
 def test_a_dry_run_may_be_longer_than_this_machine_can_train():
