@@ -39,7 +39,10 @@ _OF_STUDIES = {
     "--finetune": "a run that resumes would begin again; give --pretrained-checkpoint",
 }
 """Arguments of training that would have no effect, or another one, with ways out."""
-_OF_TRUNKS = {"--save-keep-last": "would delete the checkpoint that branches begin from; omit it"}
+_OF_TRUNKS = dict.fromkeys(
+    ("--save-keep-last", "--save-retain-interval"),
+    "would delete the checkpoint that branches begin from; omit it",
+)
 # lowbit-pretrain, whose script need not be on PATH; -P: modules of the folder stay out, as there.
 _PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()")
 

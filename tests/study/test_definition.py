@@ -20,12 +20,11 @@ def test_arguments_that_a_study_sets_are_refused(study, tmp_path, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_trunk_keeps_the_checkpoint_of_its_branches(study, tmp_path):
+@pytest.mark.parametrize("flag", ["--save-keep-last", "--save-retain-interval"])
+def test_a_trunk_keeps_the_checkpoint_of_its_branches(study, tmp_path, flag):
     file = study(base="--scale 2", branch="branches: {base: {iteration: 20, runs: {late: ''}}}")
-    with pytest.raises(
-        UserError, match="run 'base': --save-keep-last: would delete the checkpoint"
-    ):
-        jobs_of(read_study(file), tmp_path, ["--save-keep-last", "1"])
+    with pytest.raises(UserError, match=f"run 'base': {flag}: would delete the checkpoint"):
+        jobs_of(read_study(file), tmp_path, [flag, "40"])
 
 
 @pytest.mark.parametrize("words", ["--scale 2", "--scale=2", "@more.args"])
