@@ -118,7 +118,7 @@ def plot_loss(runs: dict[str, Path], output: Path) -> None:
 
 
 def save_png(figure: Figure, file: Path | BinaryIO) -> None:
-    """Save a figure with its names as they are: matplotlib typesets what dollar signs enclose."""
+    """Save a figure with text between dollar signs as it is, which matplotlib would typeset."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     figure.savefig(file, format="png")
@@ -127,7 +127,7 @@ def save_png(figure: Figure, file: Path | BinaryIO) -> None:
 def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: Any) -> dict[str, Line2D]:
     """Draw a run; return the entries of the legend.
 
-    They are no labels of lines: matplotlib ignores labels that begin with ``_``.
+    The lines have no labels, because matplotlib ignores labels that begin with ``_``.
     """
     panel.plot(curve.iterations, curve.losses, color=color, linewidth=0.6, alpha=0.4)
     smoothed = smooth(curve.losses, _window(curve.losses))

@@ -109,7 +109,7 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
         "it needs --profile": (not args.profile, """
             --use-pytorch-profiler --profile-step-start --profile-step-end --nvtx-ranges
         """),
-        "--skip-train has no iteration": (args.skip_train, "--profile"),
+        "--skip-train runs no training iteration": (args.skip_train, "--profile"),
         "it needs --use-pytorch-profiler": (not args.use_pytorch_profiler, """
             --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
             --pytorch-profiler-collect-chakra

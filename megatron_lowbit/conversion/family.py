@@ -201,7 +201,7 @@ class Family:
         """
         for key, value in (_FIXED | {**self.fixed}).items():
             given = _with_infinity(config.get(key, value))
-            # Null is false or 0, of which it has the effect, but not another default.
+            # Null has the effect of false or 0, but not of any other value.
             if given != value and (given is not None or value):
                 shown = reprlib.repr(given)
                 raise UserError(f"{CONFIG}: {key} {shown}: only {value!r} is converted")

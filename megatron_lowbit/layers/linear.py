@@ -166,7 +166,7 @@ def lowbit_linear(
     Raises:
         RuntimeError: in the backward pass, as for ``nn.Linear``, if the weight changed in place.
         TypeError: an argument of another type.
-        UserError: another number of input features.
+        UserError: ``x`` has another number of features than ``weight``.
     """
     source, operand = (x.source, x) if isinstance(x, Operand) else (x, None)
     for name, tensor in (("x", source), ("weight", weight), ("bias", bias)):

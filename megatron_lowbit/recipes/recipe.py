@@ -195,7 +195,7 @@ class Recipe:
             other.check_matchers(layers)
 
     def check_switches(self) -> None:
-        """Raise ValueError for a switch that later ones of the list replace from its start on."""
+        """Raise ValueError for a switch that later ones override as soon as it starts."""
         for number, switch in enumerate(self.switches, 1):
             later = [
                 other

@@ -144,7 +144,7 @@ def with_recipes(study: Study, recipes: Sequence[str]) -> Study:
     baseline, runs = study.names[0], _runs_of(recipes)
     require(baseline not in runs, f"--recipes: {baseline!r} is the study's baseline already")
     runs = {baseline: study.runs[baseline], **runs}
-    # Without runs as well: a trunk's arguments are the same in any part of a study.
+    # Keep branches, without their runs: they set the --save-interval of the trunk.
     branches = {name: each.model_copy(update={"runs": {}}) for name, each in study.branches.items()}
     return study.model_copy(update={"runs": runs, "branches": branches})
 
@@ -160,7 +160,7 @@ def with_runs(study: Study, names: Sequence[str]) -> Study:
     for trunk, branch in study.branches.items():
         runs = {name: words for name, words in branch.runs.items() if name in wanted}
         wanted |= {trunk} if runs else set()
-        # Without runs as well, as in with_recipes.
+        # Also without runs, as in with_recipes.
         branches[trunk] = branch.model_copy(update={"runs": runs})
     runs = {name: words for name, words in study.runs.items() if name in wanted}
     return study.model_copy(update={"runs": runs, "branches": branches})

@@ -175,7 +175,7 @@ def test_signs_that_are_not_fresh_ignore_the_key(signs):
     state = torch.get_rng_state()
     run(*tensors, precision, key=None)
     assert torch.equal(torch.get_rng_state(), state)  # no key drawn that nothing uses
-    # Layers give no key to these, so that products cannot show one that decides the signs.
+    # Layers pass no key to these transforms, so products cannot show that a key decides signs.
     for transform in (Hadamard(size, signs) for size in (16, 32)):
         assert transform.sign_vector(1) == transform.sign_vector(2)
 
