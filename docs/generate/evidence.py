@@ -60,25 +60,28 @@ def restored(run: dict) -> LossCurve:
     return curve._replace(validation_iterations=curve.iterations[-1:], validation_losses=last)
 
 
-def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:
-    """Return a study's runs, with runs of other studies that have the same command."""
+def contenders_of(name: str, studies: dict[str, dict], kept: dict[str, list]) -> list[Contender]:
+    """Return a study's runs, with runs of other studies that have the same command.
+
+    ``studies`` has the commands of each by the names of its runs.
+    """
     by_command: dict[tuple, dict[int, LossCurve]] = {}
-    for other, study in studies.items():
-        commands = _commands(study)
+    for other, commands in studies.items():
         for run in kept.get(other, []):
             if run["name"] in commands:
                 by_command.setdefault(commands[run["name"]], {})[run["seed"]] = restored(run)
-    runs = [(run, by_command.get(key, {})) for run, key in _commands(studies[name]).items()]
+    runs = [(run, by_command.get(key, {})) for run, key in studies[name].items()]
     return [Contender(run, tuple(of.values()), tuple(of)) for run, of in runs if of]
 
 
 def contenders_by_section(studies: dict[str, Study]) -> dict[str, list[Contender]]:
     """Return the runs of each section of the page."""
     kept = json.loads(STUDIES_FILE.read_text())
-    return {name: contenders_of(name, studies, kept) for name in kept}
+    commands = {name: commands_of(study) for name, study in studies.items()}
+    return {name: contenders_of(name, commands, kept) for name in kept}
 
 
-def _commands(study: Study) -> dict[str, tuple]:
+def commands_of(study: Study) -> dict[str, tuple]:
     """Return the recipe, other arguments and start of each run of a study, without its seed."""
     jobs = jobs_of(study.model_copy(update={"seeds": [1]}), Path(), [])
     return {job.name: (*map(tuple, split(job.command)), job.start) for job in jobs}

@@ -315,7 +315,7 @@ def command_lines(draw: st.DrawFn, flags: list[str]) -> list[str]:
     return argv
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_any_command_line_is_accepted_or_refused_in_one_line(
     parser, tmp_path, monkeypatch, examples
 ):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from evidence import STUDIES, by_seed, contenders_of, restored, table, text_of
+from evidence import STUDIES, by_seed, commands_of, contenders_of, restored, table, text_of
 from leaderboard import curve_of, stored_curve
 
 from megatron_lowbit.analysis.comparison import Contender, compare
@@ -68,10 +68,10 @@ def test_a_branch_keeps_its_iterations(contender):
 
 def test_a_run_of_two_studies_counts_once():
     names = {"nvfp4-blocks": "last 2", "nvfp4-combinations": "last blocks in BF16"}
-    studies = {name: read_study(STUDIES / f"{name}.yaml") for name in names}
+    commands = {name: commands_of(read_study(STUDIES / f"{name}.yaml")) for name in names}
     run = {"every": 1, "tokens": 20, "losses": [2.0] * 20, "validation_loss": 2.0}
     kept = {study: [run | {"name": name, "seed": 3}] for study, name in names.items()}
-    assert [one.seeds for one in contenders_of("nvfp4-blocks", studies, kept)] == [(3,)]
+    assert [one.seeds for one in contenders_of("nvfp4-blocks", commands, kept)] == [(3,)]
 
 
 def test_differences_by_seed(contender):

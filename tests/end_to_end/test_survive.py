@@ -23,6 +23,7 @@ from tiny_run import ENVIRONMENT, HYBRID, ONE_MICROBATCH, ROOT, arguments_for, d
 from megatron_lowbit.storage.files import TRACKER, last_saved, write_tracker
 from megatron_lowbit.storage.lock import LOCK, FolderLock
 from tests import processes
+from tests.marks import others_slow
 
 LENGTH = 16
 NVFP4 = ("--fp4-recipe", "nvfp4", "--hidden-dropout", 0.1, "--train-iters", LENGTH,
@@ -216,7 +217,7 @@ time.sleep(120)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", others_slow([1, 2], [1]))
 def test_a_folder_that_another_run_saves_into(tmp_path, pretrain_here, pretrain_ranks, ranks):
     """All ranks refuse it before they change the folder."""
     save = tmp_path / "save"

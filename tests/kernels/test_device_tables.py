@@ -158,7 +158,7 @@ def test_the_operands_of_known_numbers(case, counts):
 
 
 @pytest.mark.usefixtures("not_a_number_in_free_memory")
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("counts", others_slow(COUNTS, COUNTS[:1]), ids=str)
 @pytest.mark.parametrize("case", others_slow(CASES, QUICK[1:]))
 def test_the_operands_of_gathered_rows(case, counts):
     """Rows of a matrix by their numbers, some of them in several matrices and some in none."""

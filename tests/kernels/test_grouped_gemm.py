@@ -116,7 +116,7 @@ def test_products(case, together=False):
 @pytest.mark.parametrize(
     "case", others_slow(["mxfp8", "fp8 gradients", "fp8 tensors", "fp8 tiles"], ["fp8 tensors"])
 )
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", others_slow([False, True], [True]))
 def test_a_long_product_and_whole_tiles(together, case, monkeypatch):
     """Products of FP8 whose results are parts of one matrix, and not."""
     monkeypatch.setitem(globals(), "TOKENS", [16, 900, 0, 128])

@@ -97,6 +97,7 @@ def test_stochastic_rounding(sixteen_seventeenths):
     check(q, *slow_if4(x.numpy(), "mse", numbers, largest))
 
 
+@pytest.mark.slow
 def test_shares_of_gaussian_blocks():
     """Integers are taken in 63% (mse), 50% (mae) and 88% (abs_max) of the blocks.
 

@@ -71,7 +71,8 @@ def test_eager_bits_of_all_recipes(case):
     check(model_in(CASES[case]))
 
 
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True])
 def test_eager_draws_where_activations_are_computed_again(autocast, reference):
     check(model_in(load_precision("nvfp4"), recomputes=True), autocast)
 

@@ -311,7 +311,7 @@ STUDIES = [file.read_text() for file in (ROOT / "examples" / "studies").glob("*.
 STUDIES.append("arguments: --train-samples 8 --global-batch-size 0\nseeds: [1]\nruns: {a: --b}\n")
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [50, pytest.param(2000, marks=pytest.mark.slow)])
 def test_any_study_file(tmp_path, monkeypatch, capsys, examples):
     """The jobs of a study, or one line."""
     monkeypatch.chdir(ROOT)
