@@ -189,7 +189,8 @@ def test_what_is_covered():
     assert set(BUILT) <= RECIPES
 
 
-@pytest.mark.parametrize("quantizer", others_slow(QUANTIZERS, BUILT[:1]), ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=name_of)
 def test_fused_is_the_reference(quantizer):
     """Golden inputs, then ragged ones, then both ends of FP32, NaN and infinity."""
     for x in golden_inputs(quantizer.format):

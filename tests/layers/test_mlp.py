@@ -72,7 +72,8 @@ def contexts_of(recipe, engine, **options):
 
 @pytest.mark.parametrize(
     ("recipe", "accumulates"),
-    [("mxfp8", True), ("fp8-delayed", True), pytest.param("nvfp4", True, marks=pytest.mark.slow),
+    [("fp8-delayed", True),
+     *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("mxfp8", "nvfp4")),
      *(pytest.param(name, False, marks=pytest.mark.slow)
        for name in ("averis", "mxfp8", "nvfp4-fold", "fp8-row", "fp8-tile"))],
 )  # fmt: skip
