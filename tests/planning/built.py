@@ -139,7 +139,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value):
-        output = torch.empty_like(query)
+        output = query.clone()  # Numbers: free memory may have NaN, by which no router chooses.
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         operands = (query.contiguous(), key.contiguous(), value.contiguous())
         ctx.save_for_backward(*operands, output, sums)
