@@ -117,7 +117,7 @@ def plot_loss(runs: dict[str, Path], output: Path) -> None:
         save_png(figure, file)
 
 
-def save_png(figure: Figure, file: Path | BinaryIO) -> None:
+def save_png(figure: Figure, file: BinaryIO) -> None:
     """Save a figure with text between dollar signs as it is, which matplotlib would typeset."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)

@@ -22,7 +22,7 @@ from megatron_lowbit.arguments.upstream_output import redirect_upstream
 from megatron_lowbit.arguments.values import (
     check_folders,
     check_microbatches,
-    check_profile,
+    check_profiled_iterations,
     check_samples,
     check_values,
     check_warmup,
@@ -301,7 +301,7 @@ def _parse_upstream(tokens: list[str], predictions: int | None) -> Namespace:
         with translate_refusals(), command_line(tokens), translate_tokenizer_errors():
             args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
             check_warmup(args)
-            check_profile(args)
+            check_profiled_iterations(args)
             if not args.skip_train:
                 check_microbatches(args)
             if args.full_validation or args.eval_iters > 0:

@@ -269,7 +269,7 @@ def check_warmup(args: Namespace) -> None:
     )
 
 
-def check_profile(args: Namespace) -> None:
+def check_profiled_iterations(args: Namespace) -> None:
     """Raise UserError for a profile that starts after the run, or that torch cannot write.
 
     Torch's profiler writes its trace at ``--profile-step-end``; a run that ends before ends in a

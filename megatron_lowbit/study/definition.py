@@ -275,7 +275,8 @@ def is_finished(job: Job) -> bool:
     changed = [word for word, now in _inputs(job).items() if digests.string(word, now) != now]
     since = f"before {', '.join(changed)} changed"
     require(not changed, f"{job.folder}: holds a run from {since}; give another --output")
-    start, begun = _start_of(job), state.string("start", _start_of(job))
+    start = _start_of(job)
+    begun = state.string("start", start)
     message = f"holds a run that began from {begun}, not {start}; give another --output"
     require(begun == start, f"{job.folder}: {message}")
     return state.boolean("finished")
@@ -283,8 +284,9 @@ def is_finished(job: Job) -> bool:
 
 def _start_of(job: Job) -> str:
     """Return the checkpoint that a run begins from, wherever the folder of the study is."""
-    return str(iteration_directory(Path(job.start.folder.name), job.start.iteration)
-               if job.start else "the first iteration")  # fmt: skip
+    if job.start is None:
+        return "the first iteration"
+    return str(iteration_directory(Path(job.start.folder.name), job.start.iteration))
 
 
 def jobs_left(jobs: Sequence[Job]) -> list[Job]:

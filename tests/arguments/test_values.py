@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lowbit import arguments
-from megatron_lowbit.arguments.values import _OUTPUT_FOLDERS, check_profile, range_of
+from megatron_lowbit.arguments.values import _OUTPUT_FOLDERS, check_profiled_iterations, range_of
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError
 
@@ -205,10 +205,10 @@ def test_nsight_systems_may_record_until_the_run_ends():
         profile=True, use_pytorch_profiler=False, skip_train=False, step_batch_size_schedule=None,
         train_iters=5, profile_step_start=4, profile_step_end=12,
     )  # fmt: skip
-    check_profile(args)
+    check_profiled_iterations(args)
     args.profile_step_start = 5
     with pytest.raises(UserError, match=r"--profile-step-start 5 .*: the run has 5 iterations"):
-        check_profile(args)
+        check_profiled_iterations(args)
 
 
 def test_a_dry_run_may_be_longer_than_this_machine_can_train():
