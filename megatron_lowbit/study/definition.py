@@ -13,15 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, StrictInt, ValidationError, model_validator
 
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.arguments.values import LARGEST_SEED
@@ -30,7 +22,7 @@ from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import STUDY_RUN, replace_text
 from megatron_lowbit.json_files import Entries, read_object
-from megatron_lowbit.recipes.yaml_reader import first_error, read_text, read_yaml
+from megatron_lowbit.recipes.yaml_reader import StrictModel, first_error, read_text, read_yaml
 from megatron_lowbit.storage.files import TRACKER, iteration_directory, latest_iteration
 
 _OF_STUDIES = {
@@ -56,11 +48,7 @@ Arguments = Annotated[str, AfterValidator(_shell_words)]
 """Arguments as a shell command has them."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Branch(_Model):
+class Branch(StrictModel):
     """Runs that begin from the checkpoint of an iteration of a trunk, a run of the same seed.
 
     ``{trunk}`` in their arguments is the trunk's folder.
@@ -70,7 +58,7 @@ class Branch(_Model):
     runs: dict[str, Arguments] = Field(min_length=1)
 
 
-class Study(_Model):
+class Study(StrictModel):
     """Study of a YAML file; arguments are as on a command line.
 
     ``arguments`` are for all runs, ``runs`` name the further ones of each, the baseline first;
@@ -329,11 +317,6 @@ def mark(job: Job, finished: bool) -> None:
     replace_text(file, json.dumps({**state, "finished": finished}, indent=1) + "\n")
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Return True if a run's folder holds a checkpoint."""
-    return (folder / TRACKER).is_file()
-
-
 def has_saved(start: Start) -> bool:
     """Return True if a trunk has saved the checkpoint that branches start from.
 
@@ -353,7 +336,7 @@ def has_saved(start: Start) -> bool:
 def launch_command(job: Job) -> list[str]:
     """Return a job's command with its folder and the checkpoint that it continues from."""
     load: list[str] = []
-    if has_checkpoint(job.folder):
+    if (job.folder / TRACKER).is_file():
         load = ["--load", str(job.folder)]
     elif job.start:
         load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration),

@@ -262,7 +262,7 @@ def test_arguments_that_are_refused(tmp_path, arguments, named):
     [
         ("arguments: x\nseeds: [1]\nruns: {}\n", "runs: dictionary should have at least 1"),
         ("arguments: x\nseeds: [one]\nruns: {a: b}\n", "seeds.0: input should be a valid integer"),
-        ("arguments: x\nseeds: [1]\nruns: {a: b}\nsed: 3\n", "sed: extra inputs"),
+        ("arguments: x\nseeds: [1]\nruns: {a: b}\nsed: 3\n", "sed: no such key; use one of"),
         (
             "arguments: x\nseeds: [1]\nruns: {a: b}\nbranches: {c: {iteration: 1, runs: {d: e}}}\n",
             "the file: branches: no run 'c'",
@@ -274,7 +274,7 @@ def test_arguments_that_are_refused(tmp_path, arguments, named):
         ),
         ("- 1\n", "the file: input should be a valid dictionary"),
         ("a: [\n", "not YAML of a study: line 2: "),
-        ("b: 2026-02-30\n", "arguments: field required"),
+        ("b: 2026-02-30\n", "b: no such key; use one of script, arguments"),
         ("b: !!int zz\n", "not YAML of a study: line 1: 'zz' is no int"),
         ("[" * 3000, "not YAML of a study: line 1: nested more than 32 deep"),
         ("x" * 70_000, "not YAML of a study: longer than 65,536 characters"),
