@@ -28,6 +28,7 @@ from megatron_lowbit.megatron.run.common_state import read_common_state
 from megatron_lowbit.recipes.record import Record, checked
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.pickles import Reader
+from megatron_lowbit.storage.selection import persistent
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HISTORIES = "amax_history."
@@ -272,17 +273,15 @@ def open_checkpoint(source: Path, check: bool = True) -> CheckpointReader:
 
 def _newest(source: Path) -> Path:
     """Return the folder that a directory's tracker file names."""
-    if (release := files.release(source)) is not None:
-        return release
-    iteration = files.latest_iteration(source)
-    if iteration is None:
+    saved = persistent(Namespace(ckpt_step=None), source)
+    if saved is None:
         held = [files.iteration_directory(source, each).name for each in files.iterations(source)]
         named = f"name one of its iterations: {', '.join(held[-5:])}" if held else (
             f"neither a checkpoint directory, with {files.TRACKER}, nor one of its iterations, "
             "with .metadata"
         )  # fmt: skip
         raise UserError(f"{source}: {named}")
-    return files.iteration_directory(source, iteration)
+    return saved.path
 
 
 def chosen_iterations(source: Path, last: int | None, named: Sequence[int]) -> list[int]:
