@@ -29,7 +29,7 @@ from megatron_lowbit.storage.checkpoint_content import check_common_state, check
 
 COMMON = "common_state/shard_0_1"
 """Key of the common state in a torch_dist checkpoint."""
-_WITH_COMMON = ("common.pt", "model_optim_rng.pt")
+WITH_COMMON = ("common.pt", "model_optim_rng.pt")
 """Files that hold the common state in other formats."""
 _PARTS_OF_COMMON = ("args", "iteration", "checkpoint_version")
 """Keys of its parts where they are objects of their own, as in the format fsdp_dtensor."""
@@ -230,7 +230,7 @@ def read_objects(path: Path, keys: Container[str] | None = None) -> Iterator[tup
     for file in sorted(path.glob("**/*.pt")):
         require(file.is_file(), f"{file}: is no file")
         content = load_restricted(file, file, mmap=zipfile.is_zipfile(file))
-        if file.name in _WITH_COMMON:
+        if file.name in WITH_COMMON:
             check_common_state(content, str(path))
         yield file, "", content
     if not (path / ".metadata").is_file():

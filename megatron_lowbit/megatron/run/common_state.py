@@ -21,6 +21,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.storage.checkpoint_content import check_common_state
 from megatron_lowbit.storage.pickles import (
     COMMON,
+    WITH_COMMON,
     Reader,
     load_restricted,
     read_objects,
@@ -29,22 +30,20 @@ from megatron_lowbit.storage.pickles import (
 
 KEY = COMMON
 LEGACY = "common.pt"
-_OF_A_RANK = "model_optim_rng.pt"
 
 
 def saved_args(path: Path) -> Namespace | None:
     """Return the arguments of the run that saved a checkpoint of any format; None without them."""
-    found: Namespace | None
-    is_sharded = (path / ".metadata").is_file()
-    objects = Reader(path).read_metadata().storage_data if is_sharded else {}
-    if (path / LEGACY).is_file() or MetadataIndex(KEY) in objects:
-        found = read_common_state(path).get("args")
-    elif MetadataIndex("args") in objects:  # in the format fsdp_dtensor
-        found = read_object(path, "args")
-        check_common_state({"args": found}, str(path))
-    else:  # In the format torch, the files of all ranks have the same.
-        states = (state for file, _, state in read_objects(path) if file.name == _OF_A_RANK)
-        found = next(states, {}).get("args")
+    found: Namespace | None = None
+    for file, key, content in read_objects(path, (KEY, "args")):
+        if key == "args":  # in the format fsdp_dtensor
+            found = content
+        elif key == KEY:
+            found = the_only(content, path).get("args")
+        elif file.name in WITH_COMMON:  # In the format torch, all ranks' files have the same.
+            found = content.get("args")
+        if found is not None:
+            break
     return found
 
 
