@@ -11,10 +11,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron on a machine with
 # isort: split
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
-from megatron.training.argument_utils import (
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_lowbit.errors import exit_on_user_error

@@ -13,11 +13,7 @@ from megatron_lowbit.arguments.layer_compatibility import (
     positions,
     recomputation,
 )
-from megatron_lowbit.arguments.parse import (
-    OF_RECIPES,
-    check_without_recipe,
-    on_described_machine,
-)
+from megatron_lowbit.arguments.parse import OF_RECIPES, check_without_recipe, on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe

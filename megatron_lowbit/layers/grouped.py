@@ -13,13 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.kernels.split import (
-    DeviceRows,
-    Rows,
-    RowSlices,
-    rows_of,
-    transposes_of,
-)
+from megatron_lowbit.kernels.split import DeviceRows, Rows, RowSlices, rows_of, transposes_of
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import (
     once_differentiable,

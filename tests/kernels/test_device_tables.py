@@ -13,12 +13,7 @@ from megatron_lowbit.kernels.launcher import _type_key, cdiv
 from megatron_lowbit.kernels.operand_group import OperandGroup
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import Table, columns_for, table_of
-from megatron_lowbit.kernels.split import (
-    DeviceRows,
-    Rows,
-    RowSlices,
-    SeparateMatrices,
-)
+from megatron_lowbit.kernels.split import DeviceRows, Rows, RowSlices, SeparateMatrices
 from megatron_lowbit.numerics import Requests
 from tests.kernels.test_quantize import DEVICE, values
 from tests.kernels.test_sections import CASES, check_same, request_of

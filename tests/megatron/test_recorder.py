@@ -10,13 +10,7 @@ import pytest
 from megatron_lowbit.megatron.run.checkpoint_guard import Recorder
 from megatron_lowbit.storage import files
 from tests.hostile_checkpoints import turn_bit
-from tests.megatron.saved_checkpoints import (
-    SHARD,
-    choose,
-    hidden,
-    is_recorded,
-    refusal,
-)
+from tests.megatron.saved_checkpoints import SHARD, choose, hidden, is_recorded, refusal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

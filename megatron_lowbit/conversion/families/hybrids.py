@@ -12,13 +12,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.families.dense import LLAMA
 from megatron_lowbit.conversion.families.rope import rope_arguments, rope_entries
-from megatron_lowbit.conversion.family import (
-    Entry,
-    Family,
-    integer,
-    number_of_layers,
-    untied,
-)
+from megatron_lowbit.conversion.family import Entry, Family, integer, number_of_layers, untied
 from megatron_lowbit.conversion.mapping import Model, mamba_heads
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries

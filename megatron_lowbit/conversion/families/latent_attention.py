@@ -22,12 +22,7 @@ from megatron_lowbit.conversion.families.rope import (
     yarn_scale_entries,
     yarn_scales,
 )
-from megatron_lowbit.conversion.family import (
-    Entry,
-    check_arguments,
-    integer,
-    query_groups,
-)
+from megatron_lowbit.conversion.family import Entry, check_arguments, integer, query_groups
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries

@@ -141,7 +141,7 @@ class CudaGraphs(Feature):
                 if replays:
                     vars(module).pop("_should_call_local_cudagraph", None)
                 else:
-                    module._should_call_local_cudagraph = _never
+                    module._should_call_local_cudagraph = lambda *_, **__: False
 
     def _delete_graphs(self) -> None:
         """Let Megatron-LM capture its graphs by layer again in this step."""
@@ -178,10 +178,6 @@ class CudaGraphs(Feature):
             operands, self._replay = captured(lambda: [_quantized(*layer) for layer in layers])
             for (_, state), pair in zip(layers, operands, strict=True):
                 state.weight_cache = WeightCache(pair, stored=True)
-
-
-def _never(*_: Any, **__: Any) -> bool:
-    return False
 
 
 def _captured_parts(block: Any, is_local: bool) -> list[torch.nn.Module]:
