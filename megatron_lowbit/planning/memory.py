@@ -222,6 +222,9 @@ def activation_bytes(args: Namespace, part: Part, scan: str = SCANS[0]) -> Amoun
     if part.name == "experts":
         # The router's input and, for each choice, index, weight and place of the token.
         kept["routing"] = local * args.hidden_size * BF16 + rows * 40
+        if args.deterministic_mode and not args.moe_permute_fusion:
+            # The experts' outputs: index_add keeps what it adds, scatter_add does not.
+            kept["routing"] += rows * args.hidden_size * BF16
         kept["linear inputs"] = _saved_input(part.first, rows)
     else:
         kept["linear inputs"] = _saved_input(part.first, local, args.sequence_parallel)

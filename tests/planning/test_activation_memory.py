@@ -48,6 +48,7 @@ MODELS = {
     "GPT-2": GPT2,
     "GPT-2, nvfp4": f"{GPT2} --fp4-recipe nvfp4 {EVERYWHERE}",
     "experts": f"{LLAMA} {EXPERTS}",
+    "experts, deterministic": f"{LLAMA} {EXPERTS} --deterministic-mode",
     "experts, FP8 input of SwiGLU": f"{LLAMA} {EXPERTS} {IN_FP8}",
 }
 QUICK = (
