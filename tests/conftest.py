@@ -64,6 +64,13 @@ def exempt_what_is_there_from_collection():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def restore_determinism():
+    """Turn off deterministic algorithms, which --deterministic-mode turns on, after a test."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def start_script():
     """``processes.start_script`` without its context.

@@ -38,8 +38,10 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     # These warnings address Megatron-LM's developers, or say that Apex is absent. Warnings of
     # megatron.training, such as of an argument that it drops, are shown.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
-    args = parse_arguments(argv, hybrid)
     with ExitStack() as contexts:
+        # --deterministic-mode turns on torch's deterministic algorithms, for the whole process.
+        contexts.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        args = parse_arguments(argv, hybrid)
         if not args.dry_run:
             contexts.enter_context(skip_bad_iterations(args))
         contexts.enter_context(teardown())

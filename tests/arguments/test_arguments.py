@@ -42,7 +42,6 @@ def clean(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     yield
     unset_global_variables()
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +72,6 @@ def refusal(argv: list[str]) -> str | None:
         return str(error)
     finally:
         unset_global_variables()
-        torch.use_deterministic_algorithms(False)
     return None
 
 

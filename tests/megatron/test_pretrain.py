@@ -112,12 +112,18 @@ def test_losses_of_compiled_layers(tmp_path):
 def test_memory_is_filled_unless_megatron_lm_asks_for_determinism(mode):
     """Without the mode, torch's setting is a user's own."""
     torch.use_deterministic_algorithms(True)
-    try:
-        with pretrain.unfilled_memory(Namespace(deterministic_mode=mode)):
-            assert torch.empty(2**20).isnan().all() != mode
-        assert torch.empty(2**20).isnan().all()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with pretrain.unfilled_memory(Namespace(deterministic_mode=mode)):
+        assert torch.empty(2**20).isnan().all() != mode
+    assert torch.empty(2**20).isnan().all()
+
+
+def test_the_mode_ends_with_the_run(monkeypatch):
+    """The next run of a process may be without it."""
+    during = []
+    enabled = torch.are_deterministic_algorithms_enabled
+    monkeypatch.setattr(pretrain, "run", lambda args: during.append(enabled()))
+    pretrain.main(shlex.split(f"{ARGUMENTS} --deterministic-mode"))
+    assert during == [True] and not enabled()
 
 
 # -- the end of a run ------------------------------------------------------------------------------
