@@ -277,11 +277,12 @@ def _start_of(job: Job) -> str:
     return str(iteration_directory(Path(job.start.folder.name), job.start.iteration))
 
 
-def jobs_left(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs to run: unfinished ones, and their trunks whose checkpoint is gone."""
+def jobs_left(jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+    """Return the jobs to run, and which of them have finished: trunks whose checkpoint is gone."""
     unfinished = [job for job in jobs if not is_finished(job)]
     needed = {job.start.folder for job in unfinished if job.start and not has_saved(job.start)}
-    return [job for job in jobs if job in unfinished or job.folder in needed]
+    again = [job for job in jobs if job.folder in needed and job not in unfinished]
+    return [job for job in jobs if job in unfinished or job in again], again
 
 
 def _inputs(job: Job) -> dict[str, str]:

@@ -23,7 +23,6 @@ from megatron_lowbit.storage import files
 from megatron_lowbit.study.definition import (
     Job,
     has_saved,
-    is_finished,
     jobs_left,
     launch_command,
     mark,
@@ -99,10 +98,10 @@ class _StudyState:
         self._deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._longest = 0.0  # seconds of the longest run
         self.trunks = {job.start.folder for job in jobs if job.start}
-        self.left = jobs_left(jobs)
-        for job in filter(is_finished, self.left):
+        self.left, again = jobs_left(jobs)
+        for job in again:
             line = f"{job.folder}: trains again, because the checkpoint for its branches is gone"
-            progress.console.print(line, highlight=False, markup=False)
+            progress.console.print(line, highlight=False, soft_wrap=True)
         self.finished = [job for job in jobs if job not in self.left]
         self.running: list[_Running] = []
         self.causes: dict[Path, str] = {}

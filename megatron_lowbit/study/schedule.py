@@ -75,7 +75,7 @@ def described(
     ``at_once`` on each; a command takes ``minutes``, a run ``start_up`` seconds until its first
     iteration.
     """
-    left = jobs_left(jobs)
+    left, _ = jobs_left(jobs)
     starts = {job.name: job.start.iteration if job.start else 0 for job in jobs}
     paces = {job.name: pace_of(job, gpu) for job in reversed(jobs)}
     whole = {name: paces[name].seconds(at_once, start_up, start) for name, start in starts.items()}

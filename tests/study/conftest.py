@@ -1,6 +1,5 @@
 """Studies of a training script that only writes a log, a checkpoint and its tracker file."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,10 +34,6 @@ with (folder / "metrics.jsonl").open("a") as file:
 tracker.write_text("40")
 sys.exit(int(arguments.get("--code", 0)))
 """
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture

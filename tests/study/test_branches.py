@@ -7,7 +7,7 @@ import pytest
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.study.command import main
 from megatron_lowbit.study.definition import jobs_of, read_study, with_recipes
-from tests.study.conftest import lines
+from tests.short_runs import metrics
 
 BRANCH = "branches: {base: {iteration: 30, runs: {changed: --scale 2.2}}}"
 
@@ -19,7 +19,7 @@ def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
     for seed in (1, 2):
         command = json.loads((output / f"base-{seed}" / "study.json").read_text())["command"]
         assert command[-4:] == ["--save-interval", "30", "--seed", str(seed)]
-        changed = lines(output / f"changed-{seed}")
+        changed = metrics(output / f"changed-{seed}")
         assert [line["iteration"] for line in changed] == list(range(31, 41))
         assert not list(output.glob("*/iter_*"))
     shown = capsys.readouterr().out
@@ -42,13 +42,13 @@ def test_some_runs_of_a_study(study, tmp_path, capsys):
     main([*command, "changed", "--keep-checkpoints"])
     assert folders() == {"base-1", "last-1", "changed-1"}
     # Its checkpoint was gone: a second time, from the beginning.
-    assert "trains again" in capsys.readouterr().err.replace("\n", " ")
-    assert [line["began"] for line in lines(tmp_path / "out" / "last-1")] == [0] * 80
+    assert "trains again" in capsys.readouterr().err
+    assert [line["began"] for line in metrics(tmp_path / "out" / "last-1")] == [0] * 80
     main([*command, "changed"])
-    assert len(lines(tmp_path / "out" / "last-1")) == 80
+    assert len(metrics(tmp_path / "out" / "last-1")) == 80
     main([*command, "late"])
     assert folders() == {"base-1", "last-1", "changed-1", "other-1", "late-1"}
-    assert lines(tmp_path / "out" / "late-1")[0]["iteration"] == 21
+    assert metrics(tmp_path / "out" / "late-1")[0]["iteration"] == 21
     with pytest.raises(UserError, match=r"--only: no run 'mine'; use some of \['base', 'other'"):
         main([*command, "mine"])
 
@@ -67,7 +67,7 @@ else:
 """
     write_script('(folder / "iter_0000040").mkdir()', f'{wait}(folder / "iter_0000040").mkdir()')
     main(["run", str(file), "--output", str(output), "--seeds", "1", "--at-once", "2"])
-    assert len(lines(output / "base-1")) == 40 and len(lines(output / "changed-1")) == 10
+    assert len(metrics(output / "base-1")) == 40 and len(metrics(output / "changed-1")) == 10
 
 
 def test_a_branch_of_another_trunk_is_another_run(study, tmp_path):

@@ -18,6 +18,7 @@ from megatron_lowbit.study import runner
 from megatron_lowbit.study.command import main
 from megatron_lowbit.study.definition import Job, Study, jobs_of, read_study, training_words
 from megatron_lowbit.study.schedule import Pace, commands_of, pace_of
+from tests.short_runs import metrics
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "from megatron_lowbit.commands import study; study()"
@@ -96,8 +97,7 @@ def test_arguments_of_training():
 
 def began(folder: Path) -> list[int]:
     """Return the iterations that the parts of a run began after."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return sorted({json.loads(line)["began"] for line in lines})
+    return sorted({line["began"] for line in metrics(folder)})
 
 
 @pytest.mark.slow
@@ -223,8 +223,7 @@ def test_an_interrupted_study_goes_on(study, write_script, tmp_path):
     write_script("time.sleep", "(lambda _: None)")
     main(arguments)
     assert began(output / "base-1") == [0, 7]
-    last = (output / "base-1" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["iteration"] == 40
+    assert metrics(output / "base-1")[-1]["iteration"] == 40
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from megatron_lowbit.study.definition import (
 )
 from tests.fuzzed_yaml import changed_documents, damaged_texts
 from tests.marks import others_slow
-from tests.study.conftest import lines
+from tests.short_runs import metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,14 +34,14 @@ def test_every_run_of_every_seed(study, tmp_path, capsys):
     folders = {f"{name}-{seed}" for name in ("base", "other") for seed in (1, 2)}
     assert {path.name for path in output.iterdir() if path.is_dir()} == folders
     for folder in folders:
-        assert [line["iteration"] for line in lines(output / folder)] == list(range(1, 41))
-        assert {line["more"] for line in lines(output / folder)} == {"x"}
+        assert [line["iteration"] for line in metrics(output / folder)] == list(range(1, 41))
+        assert {line["more"] for line in metrics(output / folder)} == {"x"}
         assert not list((output / folder).glob("iter_*"))
     assert "some-study" in (output / "comparison.html").read_text()
     shown = capsys.readouterr().out
     assert shown.index("base") < shown.index("other")
     main(command)
-    assert len(lines(output / "base-1")) == 40
+    assert len(metrics(output / "base-1")) == 40
     with pytest.raises(UserError, match=r"base-1: holds a run with other arguments"):
         main([*command[:-1], "y"])
 
@@ -71,7 +71,7 @@ def test_a_run_that_ends_early_is_not_finished(study, write_script, tmp_path):
         main(command)
     assert not json.loads((output / "base-1" / "study.json").read_text())["finished"]
     main(command)
-    assert [line["iteration"] for line in lines(output / "base-1")] == list(range(1, 41))
+    assert [line["iteration"] for line in metrics(output / "base-1")] == list(range(1, 41))
 
 
 def test_not_every_iteration_is_logged(tmp_path):
@@ -91,7 +91,7 @@ def test_a_run_that_fails(study, tmp_path):
     )
     with pytest.raises(TrainingError, match=named):
         main(["run", str(file), "--output", str(output)])
-    assert len(lines(output / "good-2")) == 40
+    assert len(metrics(output / "good-2")) == 40
     assert json.loads((output / "good-2" / "study.json").read_text())["finished"]
     assert not json.loads((output / "bad-2" / "study.json").read_text())["finished"]
 
@@ -153,7 +153,7 @@ def test_recipes_compared_from_any_folder(tmp_path, monkeypatch, capsys):
     assert [path.name for path in sorted(Path("out").iterdir())] == [
         "bf16-3", "comparison.html", "comparison.png", "mine-3",
     ]  # fmt: skip
-    assert [line["iteration"] for line in lines(Path("out/mine-3"))] == [1, 2]
+    assert [line["iteration"] for line in metrics(Path("out/mine-3"))] == [1, 2]
     shown = capsys.readouterr().out
     assert "gap to bf16" in shown and "│ mine" in shown
     assert "<h1>bf16, mine</h1>" in Path("out/comparison.html").read_text()
