@@ -1,14 +1,16 @@
 """Times of a study's runs, calculated before they start, and the commands that they fit into."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapreplace
+from math import inf
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.table import Table
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
-from megatron_lowbit.study.definition import Job, jobs_left, training_words
+from megatron_lowbit.study.definition import Job, has_saved, jobs_left, training_words
 
 
 class Pace(NamedTuple):
@@ -47,22 +49,41 @@ def pace_of(job: Job, gpu: str) -> Pace:
 
 
 def commands_of(
-    jobs: Sequence[Job], seconds: Callable[[Job], float], slots: int, limit: float
-) -> list[list[Job]]:
+    jobs: Sequence[Job], seconds: Callable[[Job], float], slots: int, limit: float,
+    waits: Mapping[Path, float],
+) -> list[list[Job]]:  # fmt: skip
     """Divide jobs among commands of ``limit`` seconds, in their order.
 
     A job starts at the first of ``slots`` that is free if it ends in time; if not, no later job
-    starts in that command, as ``lowbit-study run --minutes`` does it. A job that takes longer than
-    a command gets a command of its own and continues from its checkpoint.
+    starts in that command, as ``lowbit-study run --minutes`` does it. A branch lets later jobs pass
+    until its trunk has saved the checkpoint. A job that takes longer than a command gets a command
+    of its own and continues from its checkpoint.
+
+    Args:
+        waits: seconds from a trunk's start to the checkpoint that it has yet to save, by folder.
     """
     commands: list[list[Job]] = []
     free: list[float] = []  # times at which the slots of the last command are free, a heap
-    for job in jobs:
-        if not free or free[0] + seconds(job) > limit:
-            commands.append([])
-            free = [0.0] * slots
-        commands[-1].append(job)
-        heapreplace(free, free[0] + seconds(job))
+    left, saved = list(jobs), dict.fromkeys(waits, inf)
+
+    def start_of(job: Job) -> float:
+        return max(free[0], saved.get(job.start.folder, 0.0) if job.start else 0.0)
+
+    while left:
+        commands.append([])
+        free = [0.0] * slots
+        saved = {folder: time for folder, time in saved.items() if time == inf}
+        while left:
+            job = min(left, key=start_of)
+            start = start_of(job)
+            end = start + seconds(job)
+            if commands[-1] and end > limit:
+                break
+            left.remove(job)
+            commands[-1].append(job)
+            heapreplace(free, end)
+            if job.folder in waits:
+                saved[job.folder] = start + waits[job.folder]
     return commands
 
 
@@ -91,7 +112,14 @@ def described(
         cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{whole[name] / 60:.1f}")
         table.add_row(name, str(pace.iterations - starts[name]), *cells, str(count))
     yield table
-    commands = commands_of(left, lambda job: seconds[job.folder], slots, 60 * minutes)
+    names = {job.folder: job.name for job in jobs}
+    waits = {
+        start.folder: seconds[start.folder]
+        - paces[names[start.folder]].seconds(at_once, 0.0, start.iteration)
+        for start in (job.start for job in left)
+        if start and not has_saved(start)
+    }
+    commands = commands_of(left, lambda job: seconds[job.folder], slots, 60 * minutes, waits)
     hours = sum(seconds.values()) / slots / 3600
     yield (
         f"{len(left)} of {len(jobs)} runs are left: {hours:.1f} hours on {slots} places at least, "
