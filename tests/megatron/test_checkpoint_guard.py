@@ -198,3 +198,25 @@ def test_random_weights_do_not_take_the_place_of_a_missing_checkpoint(
     started = CheckpointGuard(arguments("empty", save="empty", finetune=False, skip_train=False))
     with closing(started):
         started([chunk_with_steps()])
+
+
+@pytest.mark.parametrize(
+    ("by_torch", "start", "iteration", "argument"),
+    [
+        (False, 6, 6, None),
+        (False, 5, 6, "--profile-step-start 5"),
+        (True, 9, 6, "--use-pytorch-profiler"),
+        (True, 9, 0, None),
+    ],
+)
+def test_a_resumed_run_says_that_it_is_not_profiled(
+    by_torch, start, iteration, argument, saved, monkeypatch, capsys
+):
+    monkeypatch.setattr(training, "load_checkpoint", lambda *_: (iteration, 0.0))
+    args = arguments(saved, profile=True, use_pytorch_profiler=by_torch, profile_step_start=start)
+    with closing(CheckpointGuard(args)) as guard:
+        guard([chunk_with_steps()])
+        assert training.load_checkpoint(None) == (iteration, 0.0)
+    line = f"{argument}: without effect, the run continues after iteration 6\n"
+    assert capsys.readouterr().out == (line if argument else "")
+    assert args.profile == (argument is None)

@@ -94,7 +94,9 @@ class CheckpointGuard:
         resumed = self._args.load is not None and directory == Path(self._args.load)
         argument = "--load" if resumed else "--pretrained-checkpoint"
         with translate_load_errors(f"{argument} {checkpoint.path}"):
-            return self._upstream_load(*arguments, **settings)
+            loaded = self._upstream_load(*arguments, **settings)
+        _omit_profile(self._args, iteration=loaded[0])
+        return loaded
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
         """Set aside an older checkpoint of the iteration, and save by Megatron-LM's function.
@@ -121,6 +123,21 @@ class CheckpointGuard:
 def _remove_if_empty(directory: Path) -> None:
     with suppress(OSError):  # The folder of a refused run is empty.
         directory.rmdir()
+
+
+def _omit_profile(args: Namespace, iteration: int) -> None:
+    """Print a line, and record no profile, if a run that continues after an iteration misses it.
+
+    Torch's profiler counts from the iteration where this run begins, and Megatron-LM stops it by
+    the number of the iteration: such a run would end in a segmentation fault.
+    """
+    first, argument = args.profile_step_start, f"--profile-step-start {args.profile_step_start}"
+    if args.use_pytorch_profiler:
+        first, argument = 0, "--use-pytorch-profiler"
+    if args.profile and iteration > first:
+        args.profile = False
+        if dist.get_rank() == 0:
+            say(f"{argument}: without effect, the run continues after iteration {iteration}")
 
 
 def _non_persistent_directory(args: Namespace) -> Path | None:
