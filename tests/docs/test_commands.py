@@ -17,6 +17,8 @@ from typing import NamedTuple
 import pytest
 from pages import NAMES, PAGES, ROOT, code_of
 
+from megatron_lowbit.arguments.parse import _REFUSED
+
 SHELL = ("", "sh", "bash", "shell", "console", "text")
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 TARGETS = set(re.findall(r"^([\w./-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -230,3 +232,12 @@ def test_python_compiles(page: Path):
 def test_a_wrong_command_is_found(command):
     with pytest.raises(AssertionError):
         check_command(shlex.split(command))
+
+
+def test_the_table_of_refused_arguments_is_complete_and_sorted():
+    """With the arguments that no run supports; others are refused only together."""
+    page = (ROOT / "docs" / "megatron-lm.md").read_text()
+    section = page.partition("## Refused or missing features\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .*", section, re.MULTILINE)[2:]
+    assert rows == sorted(rows, key=str.lower)
+    assert [flag for flag in _REFUSED if f"`{flag}`" not in section] == []
