@@ -294,8 +294,13 @@ def _too_large(runs: Sequence[Plan]) -> str:
 
 
 def _command(run: Plan) -> Iterator[str]:
-    """Yield arguments that nobody gave and the run needs, and the command that starts it."""
+    """Yield lines about ignored and added arguments, and the command that starts the run."""
     training, gpus = run.training, run.gpus
+    if training.flags.fused_allreduce_norm and not run.as_given:
+        yield (
+            "--fused-allreduce-norm: ignored without --as-given, because the layouts with tensor "
+            "parallelism have --sequence-parallel"
+        )
     added, flags = list(training.added), training.flags
     added += [] if any(getattr(flags, name) for name in _DATA) else ["--mock-data"]
     kind, none = flags.tokenizer_type, "NullTokenizer"

@@ -89,6 +89,16 @@ def test_grouped_experts_are_named_with_the_speed_that_a_search_finds(capsys):
     assert not any("grouped" in line for line in given)
 
 
+def test_a_fused_all_reduce_that_no_searched_layout_has_is_named(capsys):
+    words = f"--gpus 2 {TINY} --precision-recipe bf16 --fused-allreduce-norm"
+    *lines, command = printed(words, capsys)
+    assert sum(line.startswith("--fused-allreduce-norm: ignored") for line in lines) == 1
+    assert "--fused-allreduce-norm" not in command
+    layout = "--as-given --transformer-impl local --tensor-model-parallel-size 2"
+    *lines, command = printed(f"{words} {layout}", capsys)
+    assert not any("ignored" in line for line in lines) and "--fused-allreduce-norm" in command
+
+
 def test_arguments_that_a_given_layout_lacks_are_named(capsys):
     lines = printed(f"--gpus 8 --gpu h200 --as-given {EXPERTS} --micro-batch-size 1", capsys)
     (line,) = (line for line in lines if line.startswith("--use-distributed-optimizer"))
