@@ -276,10 +276,21 @@ def provenance(runs: Sequence[dict], root: str = "..") -> dict[str, str]:
     return {
         "model": "the arguments of each run" if file is None else f"[{file}]({root}/{file})",
         "tokens": f"{runs[0]['tokens'] / 1e6:.3g}M",
-        "machines": "; ".join(
-            sorted({", ".join(map(str, run["machine"].values())) for run in runs})
-        ),
+        "machines": machines(runs),
     }
+
+
+def machines(runs: Sequence[dict]) -> str:
+    """Return the GPUs and torch versions of runs, each with the commits that ran there."""
+    commits: dict[str, set[str]] = {}
+    for run in runs:
+        machine = run["machine"]
+        name = f"{machine.get('gpu')}, torch {machine.get('torch')}"
+        commits.setdefault(name, set()).add(str(machine.get("commit"))[:7])
+    return "; ".join(
+        f"{name}, commit{'s' * (len(found) > 1)} {', '.join(sorted(found))}"
+        for name, found in commits.items()
+    )
 
 
 def page(

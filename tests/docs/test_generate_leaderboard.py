@@ -84,8 +84,9 @@ def test_the_table(write, tmp_path):
     assert nvfp4[8] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
     text = " ".join((tmp_path / "page.md").read_text().split())
     assert f"With 2 seeds, a true gap of {2.8416 * error:.2g}% exceeds" in text
-    assert "1M tokens, 2 seeds or more per row" in text
-    assert "[examples/gpt-60m.args](../../examples/gpt-60m.args)" in text and "GPU, 2, abc." in text
+    assert "on 1M tokens, with 2 or more seeds per row" in text
+    assert "[examples/gpt-60m.args](../../examples/gpt-60m.args)" in text
+    assert "Runs: GPU, torch 2, commit abc." in text
 
 
 def test_a_run_that_has_not_finished_is_no_row(write, tmp_path):
