@@ -48,7 +48,7 @@ class RecipeArguments:
     """exponent of MXNorm's power mean"""
 
     mxnorm_post_round: bool = False
-    """estimate MXNorm's norm from block absmaxes rounded down to powers of two, like E8M0 scales;
+    """estimate MXNorm's norm from block amaxes rounded down to powers of two, like E8M0 scales;
     needs --mxnorm-p 1"""
 
     fused_allreduce_norm: bool = False
@@ -82,8 +82,8 @@ class RecipeArguments:
     """if the newest checkpoint in --load is incomplete or damaged, load the newest valid one"""
 
     resume_changed: list[Literal["recipe", "data", "model"]] = field(default_factory=list)
-    """load a checkpoint into a run with another recipe, other data, or arguments by which the model
-    computes something else (default: the run is refused)"""
+    """load a checkpoint into a run with another recipe, other data or another model (default: the
+    run is refused)"""
 
     save_keep_last: int | None = None
     """after each save, delete complete checkpoints except the newest N (default: keep all)"""

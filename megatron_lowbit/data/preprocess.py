@@ -1,10 +1,10 @@
-"""Tokenize text into a Megatron indexed dataset: PREFIX.bin, PREFIX.idx and PREFIX.json.
+"""Tokenize text into an indexed dataset of Megatron-LM: PREFIX.bin, PREFIX.idx and PREFIX.json.
 
 Each JSON record is a document: an object per line, or the entries of an array. Any other text file
 is one document; the only file, or one of more than 256 KiB, is split after paragraphs into pieces
-of at most 16,384 characters, so that --split can divide it for training and validation. Content
-decides, not a file's name; it may be compressed with gzip, Zstandard, bzip2 or xz. With several
---json-keys each key becomes a dataset of its own, PREFIX_KEY.
+of at most 16,384 characters, so that --split can divide it for training and validation. The format
+is detected from a file's content, not its name; files may be compressed with gzip, Zstandard, bzip2
+or xz. With several --json-keys each key becomes a separate dataset, PREFIX_KEY.
 
 Example: lowbit-preprocess --input corpus.jsonl --tokenizer-model tokenizer/ --output-prefix corpus
 """

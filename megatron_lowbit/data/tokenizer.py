@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer that Hugging Face's AutoTokenizer and Megatron can load.
+"""Train a byte-level BPE tokenizer that Hugging Face's AutoTokenizer and Megatron-LM can load.
 
 Example: lowbit-tokenizer --input corpus/ --pattern '*.txt' --vocab-size 32000 --output tokenizer/
 """

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="recipes to compare, by their fastest layouts",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=float, help="tokens of the run, for its days (default: of training)"
+        "--tokens", type=float, help="tokens of the run (default: from its arguments)"
     )
     parser.add_argument("--scan", choices=SCANS, help=f"scan of hybrids (default: {SCANS[0]})")
     parser.add_argument(

@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sensitivity.add_argument("--batches", type=int, default=4, help="number of batches to measure")
     sensitivity.add_argument(
-        "--keep", type=float, default=0.15, help="largest share of the weights to keep"
+        "--keep", type=float, default=0.15, help="largest fraction of the weights to keep in BF16"
     )
     sensitivity.add_argument("--output", type=Path, metavar="FILE.yaml", help="recipe to write")
     sensitivity.set_defaults(start=_sensitivity)
