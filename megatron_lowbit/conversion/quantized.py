@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from megatron_lowbit.checkpoints.reader import (
 from megatron_lowbit.conversion.layouts.layout import Layout, Weight, rows_of_piece
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.errors import UserError, require, say
-from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Rounding
+from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
@@ -221,7 +222,7 @@ def quantize_in_pieces(content: Tensor, weight: Weight) -> QuantizedTensor:
     """
     quantizer, format, amax = weight.quantizer, weight.format, weight.amax
     if content.is_meta:
-        return quantizer(content)
+        return _outline(quantizer, tuple(content.shape))
     pieces = content.split(rows_of_piece(content.shape[1], format.block_rows))
     if format.tensor_scaled and not isinstance(amax, Tensor):
         current = torch.stack([piece.float().abs().amax() for piece in pieces]).amax()
@@ -232,6 +233,12 @@ def quantize_in_pieces(content: Tensor, weight: Weight) -> QuantizedTensor:
         for tensors in ([part.codes for part in parts], [part.scales for part in parts])
     )
     return replace(parts[0], codes=codes, scales=scales, shape=tuple(content.shape))
+
+
+@cache
+def _outline(quantizer: Quantizer, shape: tuple[int, ...]) -> QuantizedTensor:
+    """Quantize a weight without content, once per shape: on ``meta`` it takes some milliseconds."""
+    return quantizer(torch.empty(shape, device="meta"))
 
 
 def _as_integers(x: Tensor) -> Tensor:
