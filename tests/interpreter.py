@@ -2,16 +2,16 @@
 
 It replaces the language's functions once a launch. Triton does it again in every call of a device
 function, without an effect: the launch has replaced them already. That takes two fifths of the time
-of a launch. Of the rest, half goes into types, which are therefore made once, and into a test of
-integers for overflow, which reports nothing outside of debugging. Operands of one shape or type are
-not compared size by size. Loops may end at a tensor, BF16 is multiplied, and multiply-adds are
-fused.
+of a launch. Of the rest, half goes into types and constants, which are therefore made once, and
+into a test of integers for overflow, which reports nothing outside of debugging. Operands of one
+shape or type are not compared size by size, and numbers are broadcast by NumPy. Loops may end at a
+tensor, BF16 is multiplied, and multiply-adds are fused.
 """
 
 import inspect
 import math
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ _multiply = interpreter.InterpreterBuilder.create_dot
 _make_block_type = tl.block_type.__init__
 _broadcast = TritonSemantic.broadcast_impl_value
 _cast = TritonSemantic.cast
+_cast_numbers = interpreter.InterpreterBuilder.cast_impl
+_constant = cache(partial(TritonSemantic.scalar_constant, interpreter.interpreter_semantic))
 _is_equal = tl.dtype.__eq__
 _unwrap = tl.core._unwrap_if_constexpr
 _block_types: dict[tuple, dict] = {}
@@ -46,6 +48,16 @@ def _languages(function) -> list:
     return [module for module in modules if module in (tl, tl.core)]
 
 
+def _patch_function(owner, name, member, builder, scope) -> None:
+    """Give a function of the language the interpreter, without the wrapper that asks for one."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*arguments, _semantic=None, **options):
+        return function(*arguments, _semantic=interpreter.interpreter_semantic, **options)
+
+    scope.set_attr(owner, name, call)
+
+
 def _patch_with_index(tensor, scope) -> None:
     """Give a loop its end as a number: NumPy 2.4 makes none of an array with one element."""
     _patch_tensor(tensor, scope)
@@ -62,8 +74,21 @@ def _multiply_numbers(builder, a, b, *rest):
     return _multiply(builder, a, b, *rest)
 
 
+def _widen_or_cast(builder, source, target):
+    """Convert BF16 to FP32 by a shift of its bits."""
+    if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:
+        numbers = (source.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(numbers, tl.float32)
+    return _cast_numbers(builder, source, target)
+
+
 def _multiply_add(builder, x, y, z):
-    """Round once, as a GPU does."""
+    """Round once, as a GPU does; FP64 holds most sums exactly."""
+    product = np.multiply(x.data, y.data, dtype=np.float64)
+    total = product + z.data
+    back = total - product
+    if not ((product - (total - back)) + (z.data - back)).any():
+        return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
     shape = np.broadcast_shapes(*(one.data.shape for one in (x, y, z)))
     numbers = (torch.from_numpy(np.broadcast_to(one.data, shape).copy()) for one in (x, y, z))
     return interpreter.TensorHandle(fused_multiply_add(*numbers).numpy(), z.dtype.scalar)
@@ -100,6 +125,23 @@ def _broadcast_unlike(self, lhs, rhs) -> tuple[tl.tensor, tl.tensor]:
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 
+class _BinaryOperations(TritonSemantic):
+    """Semantic in which NumPy broadcasts a number to the block that it meets."""
+
+    def broadcast_impl_value(self, lhs, rhs) -> tuple[tl.tensor, tl.tensor]:
+        """Give a number the type of a block, and no more elements."""
+        if lhs.type.is_block() == rhs.type.is_block():
+            return super().broadcast_impl_value(lhs, rhs)
+        if lhs.type.is_block():
+            return lhs, tl.tensor(rhs.handle, lhs.type.with_element_ty(rhs.dtype))
+        return tl.tensor(lhs.handle, rhs.type.with_element_ty(lhs.dtype)), rhs
+
+
+_operands = partial(
+    TritonSemantic.binary_op_type_checking_impl, _BinaryOperations(interpreter.interpreter_builder)
+)
+
+
 def _cast_unlike(self, x, dtype, *rounding) -> tl.tensor:
     return x if x.dtype is dtype else _cast(self, x, dtype, *rounding)
 
@@ -130,11 +172,15 @@ tl.dtype.__eq__ = _is_same_or_equal
 tl.core._unwrap_if_constexpr = _unwrap_other
 TritonSemantic.broadcast_impl_value = _broadcast_unlike
 TritonSemantic.cast = _cast_unlike
+TritonSemantic.scalar_constant = staticmethod(_constant)
+TritonSemantic.binary_op_type_checking_impl = staticmethod(_operands)
 interpreter._get_np_dtype = _number_type
 interpreter.interpreter_builder.options = replace(
     interpreter.interpreter_builder.options, sanitize_overflow=False
 )
+interpreter._patch_attr = _patch_function
 interpreter._patch_lang = _patch_once
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter.InterpreterBuilder.create_dot = _multiply_numbers
+interpreter.InterpreterBuilder.cast_impl = _widen_or_cast
 interpreter.InterpreterBuilder.create_fma = _multiply_add
