@@ -71,16 +71,20 @@ def restore_determinism():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def server():
+    """Start the server of processes where there is no GPU: CUDA does not survive a fork.
+
+    Test files have been imported by then, and have changed nothing.
+    """
+    if not torch.cuda.is_available():
+        processes.start_server()
+
+
 @pytest.fixture(scope="session")
 def start_script():
-    """``processes.start_script`` without its context.
-
-    Processes are forked from a server that has imported what they need, where there is no GPU: CUDA
-    does not survive a fork.
-    """
+    """``processes.start_script`` without its context."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    if not torch.cuda.is_available():
-        processes.start_server(context)
     return partial(processes.start_script, context)
 
 

@@ -1,8 +1,7 @@
 """Imports of what pretraining imports sooner or later.
 
-Servers that processes are forked from import it: in each process it would take as long as dozens of
-tiny iterations. Tests that train in their own process import it while they are collected: what is
-imported later, each run would go through in its garbage collection.
+Tests that train in their own process import it while they are collected: what is imported later,
+each run would go through in its garbage collection, and each forked process would import.
 """
 
 import gc

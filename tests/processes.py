@@ -1,12 +1,13 @@
 """Processes that run a script and find torch and Megatron-LM imported."""
 
+import gc
 import multiprocessing
 import os
 import runpy
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,15 +18,32 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).parents[1]
 
 
-def start_server(context: BaseContext) -> None:
-    """Start the server that processes are forked from; it imports modules once for all of them.
+def start_server() -> None:
+    """Start the server that processes are forked from: a fork of this one and of its imports.
 
-    It finds them by PYTHONPATH, for Python 3.11 does not pass on ``sys.path``.
+    ``multiprocessing`` would start a new process, which imports everything again.
     """
-    context.set_forkserver_preload(["tests.imported"])
+    resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        patch.setattr(util, "spawnv_passfds", _fork_server)
         forkserver.ensure_running()
+
+
+def _fork_server(_path: str, _arguments: list[str], descriptors: list[int]) -> int:
+    process = os.fork()
+    if process:
+        return process
+    try:
+        # Copies would keep open what others wait for the end of: a pipe of the server itself, those
+        # of pytest's workers. pytest's handlers of logs still write to theirs.
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *descriptors}:
+            os.dup2(null, descriptor)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        gc.freeze()
+        forkserver.main(*descriptors, [])
+    finally:
+        os._exit(0)
 
 
 def start_script(

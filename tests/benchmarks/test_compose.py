@@ -24,11 +24,8 @@ GRAPHS = PAIR._replace(features=("graphs", "switch"))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="judges what a CPU refuses")
 @pytest.mark.slow
 @pytest.mark.parametrize("parity", [[], [PAIR]])
-def test_the_cheapest_cells(start_script, tmp_path, parity):
-    """Cells that are equal, refused, and impossible without a GPU; one at parity has two ranks.
-
-    ``start_script`` is asked for because it starts the server that processes are forked from.
-    """
+def test_the_cheapest_cells(tmp_path, parity):
+    """Cells that are equal, refused, and impossible without a GPU; one at parity has two ranks."""
     context = multiprocessing.get_context("forkserver")
     results = compose.Results(tmp_path / "out.json", {"machine": {}})
     composer = compose.Composer(context, results, tmp_path, 0, 120, math.inf)

@@ -39,11 +39,8 @@ def data(corpus) -> list[str]:
 
 
 @pytest.fixture
-def composed(start_script, tmp_path):
-    """Function that makes runs and returns their record.
-
-    ``start_script`` is asked for because it starts the server that processes are forked from.
-    """
+def composed(tmp_path):
+    """Function that makes runs and returns their record."""
 
     def compose_runs(layouts: dict, recipes: dict, common: list, iterations: int) -> dict:
         on_gpu = torch.cuda.is_available()
