@@ -31,6 +31,8 @@ import torch
 from tests import processes
 
 ROOT = Path(__file__).parents[1]
+# Garbage is collected after each run of training, and at the end of a file.
+gc.set_threshold(100_000, 20, 20)
 
 # `make test` repeats the same examples; `make test-all` chooses the profile that draws others.
 for name, repeats in (("repeat", True), ("explore", False)):
