@@ -95,7 +95,7 @@ class Start(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One run of one seed, in a folder of its own."""
+    """One run of one seed, in a folder of its own; ``command`` has ``{trunk}`` as it is."""
 
     name: str
     seed: int
@@ -175,8 +175,7 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     program = [study.script] if study.script else _PRETRAIN
 
     def job_of(name: str, seed: int, words: str, start: Start | None = None) -> Job:
-        own = [word.replace("{trunk}", str(start.folder)) if start else word
-               for word in shlex.split(words)]  # fmt: skip
+        own = shlex.split(words)
         taken = set(_flags(own)) & set(_flags(more)) - {"--recipe-set"}  # which adds up
         message = "is given after --, too, for all runs; omit it in one place"
         require(not taken, f"run {name!r}: {', '.join(sorted(taken))}: {message}")
@@ -342,4 +341,6 @@ def launch_command(job: Job) -> list[str]:
     elif job.start:
         load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration),
                 "--resume-changed", "recipe", "data"]  # fmt: skip
-    return [*job.command, "--save", str(job.folder), *load, "--exit-signal-handler"]
+    trunk = str(job.start.folder) if job.start else "{trunk}"
+    command = [word.replace("{trunk}", trunk) for word in job.command]
+    return [*command, "--save", str(job.folder), *load, "--exit-signal-handler"]

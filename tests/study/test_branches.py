@@ -74,12 +74,13 @@ def test_a_branch_of_another_trunk_is_another_run(study, tmp_path):
     """Its arguments are the same; the folder of the study may have moved."""
     runs = {"base": "--scale 2", "other": "--scale 3"}
     before, after = (
-        f"branches: {{base: {{iteration: 30, runs: {{x: --scale 2.1{a}}}}}, "
+        f"branches: {{base: {{iteration: 30, runs: {{x: '--scale 2.1 --more {{trunk}}'{a}}}}}, "
         f"other: {{iteration: 30, runs: {{y: --scale 2.1{b}}}}}}}"
         for a, b in ((", late: --scale 2.2", ""), ("", ", late: --scale 2.2"))
     )
     command = ["run", str(study(branch=before, **runs)), "--seeds", "1", "--output"]
     main([*command, str(tmp_path / "out")])
+    assert {line["more"] for line in lines(tmp_path / "out" / "x-1")} == {f"{tmp_path}/out/base-1"}
     (tmp_path / "out").rename(tmp_path / "moved")
     main([*command, str(tmp_path / "moved")])
     study(branch=after, **runs)
