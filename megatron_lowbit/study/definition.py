@@ -29,6 +29,9 @@ _OF_STUDIES = {
     "--save": "the study gives each run its folder; omit it",
     "--seed": "the study gives each run its seed; give --seeds, or seeds of the study file",
     "--finetune": "a run that resumes would begin again; give --pretrained-checkpoint",
+    "--ckpt-step": "a run that resumes would look for this iteration in its own folder; omit it",
+    "--no-load-optim": "a run that resumes would lose its optimizer's state; omit it",
+    "--no-load-rng": "a run that resumes would repeat its random numbers; omit it",
 }
 """Arguments of training that would have no effect, or another one, with ways out."""
 _OF_TRUNKS = dict.fromkeys(

@@ -10,7 +10,11 @@ from megatron_lowbit.study.command import main
 from megatron_lowbit.study.definition import Start, has_saved, jobs_of, read_study, study_of
 
 
-@pytest.mark.parametrize("words", ["--save x", "--save=x", "--seed 3", "--finetune"])
+@pytest.mark.parametrize(
+    "words",
+    ["--save x", "--save=x", "--seed 3", "--finetune", "--ckpt-step 3", "--no-load-optim",
+     "--no-load-rng"],
+)  # fmt: skip
 def test_arguments_that_a_study_sets_are_refused(study, tmp_path, words):
     file, flag = study(base="--scale 2"), words.replace("=", " ").split()[0]
     Path(tmp_path / "more.args").write_text(words)
