@@ -7,7 +7,15 @@ import pytest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage.files import TRACKER
 from megatron_lowbit.study.command import main
-from megatron_lowbit.study.definition import Start, has_saved, jobs_of, read_study, study_of
+from megatron_lowbit.study.definition import (
+    Branch,
+    Start,
+    Study,
+    has_saved,
+    jobs_of,
+    read_study,
+    study_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +30,14 @@ def test_arguments_that_a_study_sets_are_refused(study, tmp_path, words):
         with pytest.raises(UserError, match=f"^run 'base': {flag}: .*; (omit|give) "):
             main(["run", str(file), "--output", str(tmp_path / "out"), "--", *more])
     assert not (tmp_path / "out").exists()
+
+
+def test_branches_without_save_interval_are_refused_before_their_trunk_trains(tmp_path):
+    branches = {"base": Branch(iteration=20, runs={"late": ""})}
+    study = Study(arguments="", seeds=[1], runs={"base": ""}, branches=branches)
+    with pytest.raises(UserError, match="run 'late': lowbit-pretrain needs --save-interval"):
+        jobs_of(study, tmp_path, [])
+    jobs_of(study, tmp_path, ["--save-interval", "40"])
 
 
 @pytest.mark.parametrize("flag", ["--save-keep-last", "--save-retain-interval"])
@@ -67,7 +83,7 @@ def test_a_branch_after_the_end_of_its_trunk_or_of_itself(tmp_path, trunk, own, 
     file = tmp_path / "study.yaml"
     for iteration in (last, last + 1):
         file.write_text(
-            f"arguments: ''\nseeds: [1]\nruns: {{trunk: --train-iters {trunk}}}\n"
+            f"arguments: --save-interval 1\nseeds: [1]\nruns: {{trunk: --train-iters {trunk}}}\n"
             f"branches: {{trunk: {{iteration: {iteration}, runs: "
             f"{{late: --train-iters {own}}}}}}}\n"
         )
