@@ -20,7 +20,7 @@ from megatron_lowbit.arguments.values import LARGEST_SEED
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError, error_prefix, require
-from megatron_lowbit.folders import STUDY_RUN, replace_text
+from megatron_lowbit.folders import STUDY_RUN, replace_text, writing
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.recipes.yaml_reader import StrictModel, first_error, read_text, read_yaml
 from megatron_lowbit.storage.files import TRACKER, iteration_directory, latest_iteration
@@ -310,7 +310,6 @@ def _digest(word: str, _changed: int) -> str:
 
 def mark(job: Job, finished: bool) -> None:
     """Write down which run a folder holds, of what files, on what machine, with what versions."""
-    job.folder.mkdir(parents=True, exist_ok=True)
     file = job.folder / STUDY_RUN
     state = read_object(file) if finished else {
         "name": job.name,
@@ -320,7 +319,9 @@ def mark(job: Job, finished: bool) -> None:
         "start": _start_of(job),
         "machine": machine(),
     }  # fmt: skip
-    replace_text(file, json.dumps({**state, "finished": finished}, indent=1) + "\n")
+    with writing("--output", file):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        replace_text(file, json.dumps({**state, "finished": finished}, indent=1) + "\n")
 
 
 def has_saved(start: Start) -> bool:

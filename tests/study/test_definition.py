@@ -1,5 +1,6 @@
 """Arguments that a study, one of its runs, or the command line gives."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_lowbit.study.definition import (
     Study,
     has_saved,
     jobs_of,
+    mark,
     read_study,
     study_of,
 )
@@ -38,6 +40,16 @@ def test_branches_without_save_interval_are_refused_before_their_trunk_trains(tm
     with pytest.raises(UserError, match="run 'late': lowbit-pretrain needs --save-interval"):
         jobs_of(study, tmp_path, [])
     jobs_of(study, tmp_path, ["--save-interval", "40"])
+
+
+def test_a_full_disk_is_reported_with_the_file(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    job = jobs_of(study_of(["bf16", "nvfp4"], [1]), tmp_path, [])[0]
+    with pytest.raises(UserError, match=r"--output .*bf16-1/study.json: cannot be written \(No sp"):
+        mark(job, finished=False)
 
 
 @pytest.mark.parametrize("flag", ["--save-keep-last", "--save-retain-interval"])
