@@ -35,7 +35,7 @@ class Row(NamedTuple):
     names have, or of all without such. ``loss_spread`` is the standard deviation over seeds, NaN
     for one; ``perplexity`` is the last validation's, the mean over seeds, with its standard
     deviation, NaN where a run has none; ``spikes`` is the mean spike score, NaN where a run has no
-    loss for every step, ``speed`` the median of tokens/s.
+    loss for every step of the baseline, ``speed`` the median of tokens/s.
     """
 
     name: str
@@ -127,10 +127,12 @@ def compare(contenders: Sequence[Contender], share: float = FINAL_SHARE) -> list
     for contender, finals, (gap, error) in zip(
         contenders, losses, gaps(losses, [each.seeds for each in contenders]), strict=True
     ):
-        if len({_end(curve) for each in (contenders[0], contender) for curve in each.curves}) > 1:
+        both = [*contenders[0].curves, *contender.curves]
+        if len({_end(curve) for curve in both}) > 1:
             gap = error = np.array(math.nan)
         perplexities = [perplexity(curve) for curve in contender.curves]
-        scores = [spikes(curve) for curve in contender.curves]
+        have_same_steps = len({(curve.iterations[0], curve.iterations[-1]) for curve in both}) == 1
+        scores = [spikes(c) if have_same_steps else math.nan for c in contender.curves]
         speeds = np.concatenate([curve.speeds for curve in contender.curves])
         speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan
         common = _common(contender.seeds, contenders[0].seeds)

@@ -220,6 +220,9 @@ def test_a_run_that_began_from_anothers_checkpoint(write_run):
     assert final_loss(second.curves[0]) == final_loss(first.curves[0])
     _, curve = gap_curves([first, second])
     assert np.isnan(curve.gap[:169]).all() and np.all(curve.gap[169:] == 0)
+    # A sum over fewer steps, divided by the deviation of later ones, is another figure.
+    whole, begun = compare([first, second])
+    assert whole.spikes >= 0 and math.isnan(begun.spikes)
 
 
 def test_a_run_is_no_second_seed_of_its_own(write_run):
