@@ -80,7 +80,8 @@ def test_a_branch_of_another_trunk_is_another_run(study, tmp_path):
     )
     command = ["run", str(study(branch=before, **runs)), "--seeds", "1", "--output"]
     main([*command, str(tmp_path / "out")])
-    assert {line["more"] for line in lines(tmp_path / "out" / "x-1")} == {f"{tmp_path}/out/base-1"}
+    trunk, branch = (tmp_path / "out" / name for name in ("base-1", "x-1"))
+    assert {line["more"] for line in metrics(branch)} == {str(trunk)}
     (tmp_path / "out").rename(tmp_path / "moved")
     main([*command, str(tmp_path / "moved")])
     study(branch=after, **runs)
