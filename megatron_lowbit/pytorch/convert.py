@@ -6,6 +6,7 @@ from os import PathLike
 from types import MethodType
 from typing import Any, TypeGuard, TypeVar
 
+import torch
 from torch import nn
 
 from megatron_lowbit.errors import UserError, require, require_type
@@ -62,7 +63,8 @@ def convert(
             is not the recipe's, by name.
 
     Raises:
-        UserError: a recipe with switches, an output layer, delayed scaling or kinds of blocks; a
+        UserError: a recipe with switches, an output layer, delayed scaling or kinds of blocks;
+            ``eval_precision="recipe"`` where a fused kernel of torch would ignore it; a
             rule that matches no linear layer; a recipe that would leave all layers in high
             precision; a module at two paths for which the recipe has two precisions; no blocks, or
             ambiguous ones.
@@ -74,6 +76,15 @@ def convert(
     require_type("recipe", recipe, Recipe, "a recipe or a recipe's name")
     check_recipe(recipe)
     check_eval_precision(eval_precision)
+    is_fused = torch.backends.mha.get_fastpath_enabled() and any(
+        isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()
+    )
+    require(
+        eval_precision == "bf16" or not is_fused,
+        f"eval_precision={eval_precision!r}: in evaluation without gradients, the fused kernel of "
+        "nn.TransformerEncoderLayer would ignore it; call "
+        "torch.backends.mha.set_fastpath_enabled(False) before",
+    )
     linears: list[tuple[Layer, nn.Linear]] = []
     others = []
     for layer, module in modules_in_blocks(model, block_paths(model, blocks)):

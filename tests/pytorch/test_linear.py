@@ -105,6 +105,20 @@ def test_evaluation_is_in_high_precision_unless_asked_for():
     assert torch.equal(quantized, module.train()(x))
 
 
+def test_evaluation_of_a_fused_encoder_layer(monkeypatch):
+    """Without gradients, torch computes the layer in one kernel from the weights."""
+    layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 8, 64)
+    with pytest.raises(UserError, match=r"eval_precision='recipe': .*set_fastpath_enabled"):
+        convert(model, "mxfp8", eval_precision="recipe")
+    monkeypatch.setattr("torch.backends.mha._is_fastpath_enabled", False)
+    with pytest.warns(UserWarning, match="MultiheadAttention"):
+        convert(model, "mxfp8", eval_precision="recipe").eval()
+    expected = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
 def test_no_tokens():
     module = layer()
     y = module(torch.empty(0, 64, requires_grad=True))
