@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     with ExitStack() as contexts:
         # --deterministic-mode turns on torch's deterministic algorithms, for the whole process.
-        contexts.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        contexts.callback(_restore_determinism, torch.get_deterministic_debug_mode())
         args = parse_arguments(argv, hybrid)
         if not args.dry_run:
             contexts.enter_context(skip_bad_iterations(args))
@@ -97,6 +97,12 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
         pretrain(
             container, provide_datasets, model_type, forward_step, store=rendezvous_store(args)
         )
+
+
+def _restore_determinism(mode: int) -> None:
+    """Set torch's mode of determinism, and Inductor's, which set_deterministic_debug_mode omits."""
+    if mode != torch.get_deterministic_debug_mode():
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.parse import command_line
@@ -120,10 +121,13 @@ def test_memory_is_filled_unless_megatron_lm_asks_for_determinism(mode):
 def test_the_mode_ends_with_the_run(monkeypatch):
     """The next run of a process may be without it."""
     during = []
-    enabled = torch.are_deterministic_algorithms_enabled
-    monkeypatch.setattr(pretrain, "run", lambda args: during.append(enabled()))
+
+    def modes() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), inductor.deterministic
+
+    monkeypatch.setattr(pretrain, "run", lambda args: during.append(modes()))
     pretrain.main(shlex.split(f"{ARGUMENTS} --deterministic-mode"))
-    assert during == [True] and not enabled()
+    assert during == [(True, True)] and modes() == (False, False)
 
 
 # -- the end of a run ------------------------------------------------------------------------------
