@@ -76,11 +76,8 @@ def convert(
     require_type("recipe", recipe, Recipe, "a recipe or a recipe's name")
     check_recipe(recipe)
     check_eval_precision(eval_precision)
-    is_fused = torch.backends.mha.get_fastpath_enabled() and any(
-        isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()
-    )
     require(
-        eval_precision == "bf16" or not is_fused,
+        eval_precision == "bf16" or not any(map(_may_be_fused, model.modules())),
         f"eval_precision={eval_precision!r}: in evaluation without gradients, the fused kernel of "
         "nn.TransformerEncoderLayer would ignore it; call "
         "torch.backends.mha.set_fastpath_enabled(False) before",
@@ -130,6 +127,13 @@ def check_recipe(recipe: Recipe) -> None:
                 check_precision(precision)
             except UserError as error:
                 raise UserError(f"recipe {part.name}: config {config}: {error}") from None
+
+
+def _may_be_fused(module: nn.Module) -> bool:
+    """Return True if torch may evaluate a module in one kernel, without its linear layers."""
+    is_encoder = isinstance(module, nn.TransformerEncoderLayer)
+    has_kernel = is_encoder and getattr(module.self_attn, "batch_first", False)
+    return bool(has_kernel and torch.backends.mha.get_fastpath_enabled())
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

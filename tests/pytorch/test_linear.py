@@ -111,6 +111,10 @@ def test_evaluation_of_a_fused_encoder_layer(monkeypatch):
     model, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 8, 64)
     with pytest.raises(UserError, match=r"eval_precision='recipe': .*set_fastpath_enabled"):
         convert(model, "mxfp8", eval_precision="recipe")
+    other = nn.TransformerEncoderLayer(64, 4, 64)  # batch_first=False, which the kernel lacks
+    others = nn.TransformerEncoder(other, 2, enable_nested_tensor=False)
+    with pytest.warns(UserWarning, match="MultiheadAttention"):
+        convert(others, "mxfp8", eval_precision="recipe")
     monkeypatch.setattr("torch.backends.mha._is_fastpath_enabled", False)
     with pytest.warns(UserWarning, match="MultiheadAttention"):
         convert(model, "mxfp8", eval_precision="recipe").eval()
