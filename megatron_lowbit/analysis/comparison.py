@@ -35,7 +35,7 @@ class Row(NamedTuple):
     names have, or of all without such. ``loss_spread`` is the standard deviation over seeds, NaN
     for one; ``perplexity`` is the last validation's, the mean over seeds, with its standard
     deviation, NaN where a run has none; ``spikes`` is the mean spike score, NaN where a run has no
-    loss for every step of the baseline, ``speed`` the median of tokens/s.
+    loss for every step, or other steps than the baseline; ``speed`` is the median of tokens/s.
     """
 
     name: str
