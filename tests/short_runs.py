@@ -12,7 +12,6 @@ import torch
 from megatron_lowbit.megatron import pretrain
 
 # isort: split
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -85,7 +84,5 @@ def fork_results_queue() -> None:
 def short_runs() -> Iterator[None]:
     """Shorten the runs of this process, in folders whose conftest.py imports this fixture."""
     fork_results_queue()
-    with without_pictures(), pytest.MonkeyPatch.context() as patch:
-        # Of 100000 documents, millions of samples are shuffled before each run.
-        patch.setattr(MockGPTLowLevelDataset, "size", 1000)
+    with without_pictures():
         yield

@@ -82,11 +82,7 @@ def main() -> None:
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
-    from megatron.core.datasets.gpt_dataset import (
-        GPTDatasetConfig,
-        MockGPTDataset,
-        MockGPTLowLevelDataset,
-    )
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
     from megatron.core.enums import ModelType
     from megatron.training import (
         get_args,
@@ -101,7 +97,6 @@ def main() -> None:
     )
     from megatron.training.arguments import parse_and_validate_args
 
-    MockGPTLowLevelDataset.size = 1000  # as in tests/short_runs.py
     utils.compile_helpers = lambda: None  # the package has them compiled, without their Makefile
     if isinstance(torch.cuda.current_device(), torch.device):
         initialize._warmup_jit_function = lambda **_: None  # draws random numbers
