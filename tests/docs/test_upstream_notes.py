@@ -47,6 +47,8 @@ CITED = {
     "distrib_optimizer.py:961": "param_groups_map = {}",
     "optimizer_param_scheduler.py:390": "self.step(increment=num_steps)",
     "training.py:2594": "should_reset = not is_first_iteration",
+    "training.py:3197": "and iteration == args.profile_step_end",
+    "training.py:3682": "wait=max(args.profile_step_start - 1, 0),",
     "training.py:4382": "args.eval_iters = eval_iters[0]",
     "training.py:4423": "'{} validation{}'.format(key, suffix)",
     "training.py:4481": "args.train_iters // args.eval_interval",

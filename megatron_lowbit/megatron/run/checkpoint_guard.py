@@ -23,6 +23,7 @@ from megatron_lowbit.megatron.run.load_source import choose_checkpoint
 from megatron_lowbit.megatron.run.metrics import check_metrics
 from megatron_lowbit.megatron.run.records import check_loaded, record_data
 from megatron_lowbit.megatron.run.steps import steps_of
+from megatron_lowbit.megatron.run.workarounds import omit_profile_of_resumed_run
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.lock import FolderLock
 from megatron_lowbit.storage.selection import load_directory, selected
@@ -95,7 +96,7 @@ class CheckpointGuard:
         argument = "--load" if resumed else "--pretrained-checkpoint"
         with translate_load_errors(f"{argument} {checkpoint.path}"):
             loaded = self._upstream_load(*arguments, **settings)
-        _omit_profile(self._args, iteration=loaded[0])
+        omit_profile_of_resumed_run(self._args, iteration=loaded[0])
         return loaded
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
@@ -123,21 +124,6 @@ class CheckpointGuard:
 def _remove_if_empty(directory: Path) -> None:
     with suppress(OSError):  # The folder of a refused run is empty.
         directory.rmdir()
-
-
-def _omit_profile(args: Namespace, iteration: int) -> None:
-    """Print a line, and record no profile, if a run that continues after an iteration misses it.
-
-    Torch's profiler counts from the iteration where this run begins, and Megatron-LM stops it by
-    the number of the iteration: such a run would end in a segmentation fault.
-    """
-    first, argument = args.profile_step_start, f"--profile-step-start {args.profile_step_start}"
-    if args.use_pytorch_profiler:
-        first, argument = 0, "--use-pytorch-profiler"
-    if args.profile and iteration > first:
-        args.profile = False
-        if dist.get_rank() == 0:
-            say(f"{argument}: without effect, the run continues after iteration {iteration}")
 
 
 def _non_persistent_directory(args: Namespace) -> Path | None:

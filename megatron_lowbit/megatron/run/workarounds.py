@@ -16,6 +16,7 @@ import torch
 
 from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.kernels.cublas import scaled_matmul
+from megatron_lowbit.megatron.run.errors import say_on_rank_0
 
 
 def use_prebuilt_dataset_helpers() -> None:
@@ -60,6 +61,20 @@ def _complete_rotary_embeddings(
         if args.use_rope_scaling:
             rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, args.rope_scaling_factor)
     return chunks
+
+
+def omit_profile_of_resumed_run(args: Namespace, iteration: int) -> None:
+    """Print a line, and record no profile, if a run that continues after an iteration misses it.
+
+    Torch's profiler counts from the first iteration of this run, and Megatron-LM stops it by the
+    number of the iteration: such a run would end in a segmentation fault.
+    """
+    first, argument = args.profile_step_start, f"--profile-step-start {args.profile_step_start}"
+    if args.use_pytorch_profiler:
+        first, argument = 0, "--use-pytorch-profiler"
+    if args.profile and iteration > first:
+        args.profile = False
+        say_on_rank_0(f"{argument}: without effect, the run continues after iteration {iteration}")
 
 
 def hide_loss_from_second_parse() -> None:
