@@ -209,7 +209,7 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
         of_trunks = _OF_TRUNKS if job.name in study.branches else {}
         for flag, why in (_OF_STUDIES | of_trunks).items():
             require(flag not in flags, f"run {job.name!r}: {flag}: {why}")
-        # The study gives it to trunks: their branches would fail after them.
+        # Only trunks get it from the study: without it, branches fail once their trunk has trained.
         saves = job.start is None or bool(study.script) or "--save-interval" in flags
         require(saves, f"run {job.name!r}: lowbit-pretrain needs --save-interval; add it")
     return jobs

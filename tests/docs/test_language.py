@@ -40,7 +40,7 @@ TICS = (
     Tic(r"\bbeforehand\b", "known beforehand", "known in advance", 0, 0, 0),
     Tic(r"\bfor ever\b", "waits for ever", "waits forever", 0, 0, 0),
     Tic(r"\bthat of\b", "that of the weight", "the scale of the weight", 0, 1, 0),
-    Tic(r"\bthose of\b", "those of training", "the bits of training", 2, 0, 0),
+    Tic(r"\bthose of\b", "those of training", "the bits of training", 1, 0, 0),
     Tic(r", where (?:`\w[^`]*`|\w+) (?:has|had|takes)\b", "1.4, where `nvfp4` has 0.9",
         "1.4, compared with 0.9 for `nvfp4`", 0, 0, 0),
     Tic(r"\b(?:leave|leaves|leaving|left) (?:\w+ ){0,3}out\b", "is left out", "is ignored",
