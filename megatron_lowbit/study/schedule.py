@@ -112,12 +112,11 @@ def described(
         cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{whole[name] / 60:.1f}")
         table.add_row(name, str(pace.iterations - starts[name]), *cells, str(count))
     yield table
-    names = {job.folder: job.name for job in jobs}
+    needed = dict(job.start for job in left if job.start and not has_saved(job.start))
     waits = {
-        start.folder: seconds[start.folder]
-        - paces[names[start.folder]].seconds(at_once, 0.0, start.iteration)
-        for start in (job.start for job in left)
-        if start and not has_saved(start)
+        job.folder: seconds[job.folder] - paces[job.name].seconds(at_once, 0.0, needed[job.folder])
+        for job in left
+        if job.folder in needed
     }
     commands = commands_of(left, lambda job: seconds[job.folder], slots, 60 * minutes, waits)
     hours = sum(seconds.values()) / slots / 3600
