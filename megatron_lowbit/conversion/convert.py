@@ -329,13 +329,15 @@ def planned_tensors(
 def lazy_tensors(tensors: TensorSource, rule: Rule, dtype: torch.dtype | None) -> LazyTensors:
     """Return Hugging Face's tensors of a checkpoint's, in this dtype or, if None, in theirs.
 
+    Biases of a router's scores keep theirs, as in transformers: rounded, they route other tokens.
     Raises UserError where their shapes are not the model's, or the dtype cannot hold a value.
     """
-    wanted = dtype or tensors.dtype(rule.targets[0])
+    if dtype is None or rule.names[0].endswith("e_score_correction_bias"):
+        dtype = tensors.dtype(rule.targets[0])
 
     def split(joined: Tensor) -> dict[str, Tensor]:
         parts = zip(rule.names, rule.to_hugging_face(joined), strict=True)
-        return {name: _cast(name, part, wanted) for name, part in parts}
+        return {name: _cast(name, part, dtype) for name, part in parts}
 
     return LazyTensors(split(rule.outline(tensors)), lambda: split(rule.read(tensors)))
 

@@ -303,6 +303,22 @@ def test_every_tensor_keeps_its_dtype(sources, tmp_path):
         assert "dtype" not in config
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-4.5-moe", "dots.llm1", "solar-open"])
+def test_transformers_keeps_the_dtypes_of_an_export(name, sources, tmp_path):
+    """A router's bias that is rounded to BF16 routes other tokens."""
+    from transformers import AutoModelForCausalLM
+
+    to_megatron(sources[name], tmp_path / "there")
+    to_hugging_face(tmp_path / "there", tmp_path / "back", "bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    loaded, source = model.state_dict(), weights(sources[name])
+    exported = weights(tmp_path / "back")
+    # transformers stacks the experts.
+    assert all(exported[key].dtype == part.dtype for key, part in loaded.items() if key in exported)
+    biases = [key for key in exported if key.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(exported[key], source[key]) for key in biases)
+
+
 def test_dynamic_scaling_is_not_kept(sources, tmp_path, capsys):
     to_megatron(sources["dynamic llama"], tmp_path / "there")
     assert "dynamic scaling of rotary embeddings begins after" in capsys.readouterr().out
