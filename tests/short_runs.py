@@ -12,7 +12,6 @@ import torch
 from megatron_lowbit.megatron import pretrain
 
 # isort: split
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -72,17 +71,8 @@ def saved_tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]
     return tensors
 
 
-def fork_results_queue() -> None:
-    """Start the process that has the queue of a checkpoint's writers as a fork of this one.
-
-    Megatron-LM would start another one, which imports torch at the first save.
-    """
-    filesystem_async.get_write_results_queue("fork")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def short_runs() -> Iterator[None]:
     """Shorten the runs of this process, in folders whose conftest.py imports this fixture."""
-    fork_results_queue()
     with without_pictures():
         yield

@@ -106,6 +106,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     follow_schedule_arguments()
     recipe = recipe_of(args)
     record_recipe(args)
+    if not args.async_save:
+        workarounds.save_without_another_process()
     if args.gradient_accumulation_fusion:
         workarounds.fuse_gradient_accumulation()
     compatibility.check(args, recipe)

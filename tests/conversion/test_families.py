@@ -18,10 +18,10 @@ from megatron_lowbit.conversion.convert import COMPANIONS, to_hugging_face, to_m
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.run import workarounds
 from megatron_lowbit.megatron.run.records import OF_THE_MODEL, changes
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from tests.marks import others_slow
-from tests.short_runs import fork_results_queue
 
 CASES = [
     ("llama", 2, 1, 1), ("llama", 1, 2, 1), ("llama", 2, 2, 1),
@@ -348,7 +348,7 @@ def test_nothing_is_overwritten(sources, tmp_path):
 
 def worker(cases: str, folder: Path) -> None:
     """Save the logits of quick or slow cases for as many ranks as there are."""
-    fork_results_queue()
+    workarounds.save_without_another_process()
     for name, *sizes in cases_of(int(os.environ["WORLD_SIZE"]), cases == "quick"):
         logits = converted_logits(folder / name, *sizes)
         if logits is not None:

@@ -13,7 +13,7 @@ from training_runs import record_weights, train
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.conversion.verify import verify
-from tests.short_runs import fork_results_queue, saved_tensors, without_pictures
+from tests.short_runs import saved_tensors, without_pictures
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 4, 64, 32
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
@@ -169,6 +169,5 @@ def test_gradients_over_two_ranks_are_those_of_one(checkpoint, run_ranks, tmp_pa
 
 if __name__ == "__main__":
     with without_pictures():
-        fork_results_queue()
         layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
         train_once(*map(Path, sys.argv[1:3]), *layout)

@@ -3,6 +3,7 @@
 The file is its own worker, for a run that cannot write.
 """
 
+import multiprocessing
 import resource
 import shutil
 import sys
@@ -49,6 +50,12 @@ def test_classes_that_another_library_took_off_torchs_list(resume):
     with torch.serialization.safe_globals([np.ndarray, np.dtype]):
         pass
     done(resume())
+
+
+def test_a_save_starts_no_process(resume):
+    """A process that serves a queue would remain where the run is killed."""
+    done(resume())
+    assert not [child for child in multiprocessing.active_children() if "Manager" in child.name]
 
 
 def damage(file: Path, harm: str) -> None:

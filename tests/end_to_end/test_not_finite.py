@@ -14,7 +14,7 @@ from tiny_run import done, steps
 from megatron_lowbit.errors import exit_on_user_error
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.run.steps import steps_of
-from tests.short_runs import fork_results_queue, hooked_runs, without_pictures
+from tests.short_runs import hooked_runs, without_pictures
 
 FAULTY = 4
 RUN = ("--fp4-recipe", "nvfp4", "--train-iters", 5, "--save-interval", 1)
@@ -63,7 +63,6 @@ def spoil(chunks: list[torch.nn.Module], args: Namespace) -> None:
 
 
 def worker() -> None:
-    fork_results_queue()
     with without_pictures(), hooked_runs(spoil):
         pretrain.main(hybrid=False)
 

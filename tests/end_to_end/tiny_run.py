@@ -25,7 +25,7 @@ from megatron_lowbit.megatron.features.amax_history import PREFIX
 from megatron_lowbit.megatron.layers.state import layer_states
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.storage.files import TRACKER
-from tests.short_runs import fork_results_queue, hooked_runs, saved_tensors, without_pictures
+from tests.short_runs import hooked_runs, saved_tensors, without_pictures
 from tests.short_runs import losses as losses
 from tests.short_runs import metrics as metrics
 from tests.short_runs import steps as steps
@@ -161,7 +161,6 @@ def recorded_histories() -> Iterator[dict[int, Histories]]:
 
 def run_alone(arguments: list[str]) -> None:
     """Run the script that suits the arguments as this process's command, without a picture."""
-    fork_results_queue()
     with without_pictures():
         exit_on_user_error(partial(run_script, arguments))
 
@@ -171,7 +170,6 @@ def make_runs(job: Path) -> None:
 
     NAME.RANK.error has the message of a run that is refused.
     """
-    fork_results_queue()
     rank = os.environ["RANK"]
     with without_pictures():
         for name, arguments in json.loads(job.read_text()).items():

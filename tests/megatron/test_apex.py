@@ -55,10 +55,8 @@ import sys
 
 import fused_weight_gradient_mlp_cuda
 import megatron_lowbit.megatron
-from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from megatron_lowbit.megatron import pretrain
 
-get_write_results_queue("fork")  # by default the process that has the queue imports torch
 pretrain.main(sys.argv[1:])
 print("SHAPES", json.dumps(fused_weight_gradient_mlp_cuda.shapes))
 """

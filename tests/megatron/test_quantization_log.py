@@ -18,7 +18,7 @@ from megatron_lowbit.megatron.features.logs import QuantizationLog, largest_feat
 from megatron_lowbit.megatron.pretrain import main
 from tests.marks import others_slow
 from tests.megatron.tiny_models import TINY
-from tests.short_runs import fork_results_queue, metrics, steps
+from tests.short_runs import metrics, steps
 
 ARGUMENTS = f"""
     {TINY} --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
@@ -217,6 +217,5 @@ def test_what_does_not_fit(arguments, named):
 
 
 if __name__ == "__main__":
-    fork_results_queue()
     folder, *rest, _rank = sys.argv[1:]
     make_runs(Path(folder), *rest)

@@ -4,6 +4,7 @@ docs/research/upstream-notes.md describes them. What no workaround helps is refu
 ``compatibility.py``.
 """
 
+import queue
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -75,6 +76,17 @@ def omit_profile_of_resumed_run(args: Namespace, iteration: int) -> None:
     if args.profile and iteration > first:
         args.profile = False
         say_on_rank_0(f"{argument}: without effect, the run continues after iteration {iteration}")
+
+
+def save_without_another_process() -> None:
+    """Let synchronous saves return the sizes of their files by a queue of this process.
+
+    Megatron-LM starts a process for this queue, which imports torch at the first save and remains
+    where the run is killed.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue = queue.Queue
 
 
 def hide_loss_from_second_parse() -> None:
