@@ -285,9 +285,14 @@ def _start_of(job: Job) -> str:
 def jobs_left(jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
     """Return the jobs to run, and which of them have finished: trunks whose checkpoint is gone."""
     unfinished = [job for job in jobs if not is_finished(job)]
-    needed = {job.start.folder for job in unfinished if job.start and not has_saved(job.start)}
+    needed = checkpoints_needed(unfinished)
     again = [job for job in jobs if job.folder in needed and job not in unfinished]
     return [job for job in jobs if job in unfinished or job in again], again
+
+
+def checkpoints_needed(jobs: Sequence[Job]) -> dict[Path, int]:
+    """Return the iterations that trunks have yet to save for jobs, by the folder of the trunk."""
+    return dict(job.start for job in jobs if job.start and not has_saved(job.start))
 
 
 def _inputs(job: Job) -> dict[str, str]:

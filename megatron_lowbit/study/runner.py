@@ -22,7 +22,7 @@ from megatron_lowbit.json_files import Entries, parse_json
 from megatron_lowbit.storage import files
 from megatron_lowbit.study.definition import (
     Job,
-    has_saved,
+    checkpoints_needed,
     jobs_left,
     launch_command,
     mark,
@@ -59,7 +59,7 @@ def run(
     Args:
         gpus: numbers of the GPUs that jobs see, or None; a job runs on each at once.
         keep_checkpoints: keep the checkpoints of finished runs from which no other begins.
-        judge: asked whenever a run has finished; names that others begin from are not skipped.
+        judge: asked whenever a run has finished; a trunk whose branches need it is not skipped.
         minutes: time after which runs stop; none is started that, as long as the longest so far,
             would not end before.
     """
@@ -85,6 +85,7 @@ class _StudyState:
 
     Attributes:
         trunks: folders of the runs that others begin from.
+        left: jobs to start, among them finished trunks that are to train again.
         causes: causes of failures by folder.
         free: a GPU, or None, for each further run that may start.
     """
@@ -99,34 +100,40 @@ class _StudyState:
         self._longest = 0.0  # seconds of the longest run
         self.trunks = {job.start.folder for job in jobs if job.start}
         self.left, again = jobs_left(jobs)
-        for job in again:
-            line = f"{job.folder}: trains again, because the checkpoint for its branches is gone"
-            progress.console.print(line, highlight=False, soft_wrap=True)
-        self.finished = [job for job in jobs if job not in self.left]
+        self.finished = [job for job in jobs if job not in self.left or job in again]
         self.running: list[_Running] = []
         self.causes: dict[Path, str] = {}
         self.free = list(gpus)
-        self.bar = progress.add_task("runs", total=len(jobs), completed=len(self.finished))
+        self.bar = progress.add_task("runs", total=len(jobs))
 
     def compare(self) -> None:
         """Print the comparison of the finished runs, and skip runs that are far behind."""
         line, names = self._judge(self.finished)
         if line:
             self._progress.console.print(line, highlight=False)
-        self.left = [job for job in self.left if job.name not in names or job.folder in self.trunks]
-        ended, waiting = len(self.finished) + len(self.causes), len(self.left)
-        self._progress.update(self.bar, total=ended + len(self.running) + waiting)
+        to_train = [job for job in self.left if job not in self.finished and job.name not in names]
+        needed = checkpoints_needed(to_train)
+        self.left = [job for job in self.left if job in to_train or job.folder in needed]
+        ended, more = len(self._done()) + len(self.causes), len(self.running) + len(self.left)
+        self._progress.update(self.bar, total=ended + more, completed=ended)
+
+    def _done(self) -> list[Job]:
+        """Return the finished runs that do not train again."""
+        return [job for job in self.finished if job not in self.left]
 
     def advance(self) -> bool:
         """Start runs on free GPUs, wait, and finish ended runs; return False at the end."""
-        done = {job.folder for job in self.finished}
-        startable = [
-            job for job in self.left
-            if not job.start or job.start.folder in done or has_saved(job.start)
-        ]  # fmt: skip
+        done = {job.folder for job in self._done()}
+        startable = [job for job in self.left if not checkpoints_needed([job]).keys() - done]
         has_time = time.monotonic() + self._longest < self._deadline
         for job in startable[: len(self.free)] if has_time else ():
             self.left.remove(job)
+            if job in self.finished:
+                self.finished.remove(job)
+                line = (
+                    f"{job.folder}: trains again, because the checkpoint for its branches is gone"
+                )
+                self._progress.console.print(line, highlight=False, soft_wrap=True)
             self.running.append(_start(job, self.free.pop(0), self._progress))
         if not self.running:
             if not startable:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
-from megatron_lowbit.study.definition import Job, has_saved, jobs_left, training_words
+from megatron_lowbit.study.definition import Job, checkpoints_needed, jobs_left, training_words
 
 
 class Pace(NamedTuple):
@@ -112,7 +112,7 @@ def described(
         cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{whole[name] / 60:.1f}")
         table.add_row(name, str(pace.iterations - starts[name]), *cells, str(count))
     yield table
-    needed = dict(job.start for job in left if job.start and not has_saved(job.start))
+    needed = checkpoints_needed(left)
     waits = {
         job.folder: seconds[job.folder] - paces[job.name].seconds(at_once, 0.0, needed[job.folder])
         for job in left

@@ -102,6 +102,22 @@ def test_a_trunk_that_has_passed_its_branches_checkpoint(study, tmp_path):
         main(command)
 
 
+@pytest.mark.slow
+def test_trunks_are_skipped_with_their_branches(study, tmp_path):
+    """Seed 3 of the trunk has finished, and its checkpoint is gone; seed 4 has not started."""
+    branch = "branches: {trunk: {iteration: 30, runs: {late: --scale 4.1}}}"
+    file, output = (
+        study(base="--scale 2", near="--scale 2.02", trunk="--scale 4", branch=branch),
+        tmp_path / "out",
+    )
+    command = ["run", str(file), "--output", str(output), "--at-once", "4", "--seeds"]
+    main([*command, "1", "2"])
+    main([*command, "3", "--only", "trunk"])
+    main([*command, "1", "2", "3", "4", "--leave-out", "4"])
+    assert len(metrics(output / "trunk-3")) == 40 and (output / "near-4").is_dir()
+    assert not {"late-3", "trunk-4", "late-4"} & {path.name for path in output.iterdir()}
+
+
 def test_a_branch_fails_with_its_trunk(study, write_script, tmp_path):
     """The trunk fails before it has saved."""
     file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
