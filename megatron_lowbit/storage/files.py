@@ -100,6 +100,23 @@ def write_tracker(directory: Path, iteration: int) -> None:
     replace_text(directory / TRACKER, f"{iteration}\n")
 
 
+def restore_tracker(directory: Path) -> None:
+    """Write the last complete iteration to a tracker file of DIR that is empty or missing.
+
+    Megatron-LM truncates the file before it writes the new iteration, and begins a new run in a
+    folder without it, whose checkpoints it replaces.
+    """
+    tracker = directory / TRACKER
+    is_missing = not lexists(tracker)
+    if not is_missing and not (tracker.is_file() and not read_small(tracker).strip()):
+        return
+    last = last_saved(directory)
+    if last is not None:
+        found = "missing" if is_missing else "empty after a killed save"
+        write_tracker(directory, last)
+        say(f"{tracker}: {found}; restored to {last}")
+
+
 def last_saved(directory: Path) -> int | None:
     """Return the newest complete iteration of DIR; None if none is complete.
 

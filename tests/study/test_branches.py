@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.storage import files
 from megatron_lowbit.study.command import main
 from megatron_lowbit.study.definition import jobs_of, read_study, with_recipes
 from tests.short_runs import metrics
@@ -100,6 +101,30 @@ def test_a_trunk_that_has_passed_its_branches_checkpoint(study, tmp_path):
     (output / "base-1" / "iter_0000030").rmdir()
     with pytest.raises(UserError, match=f"iter_0000030: is missing, .* delete {output}/base-1 to"):
         main(command)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "finished"),
+    [(None, True), (None, False), pytest.param("", True, marks=pytest.mark.slow)],
+)
+def test_a_trunk_without_its_tracker_file(study, tmp_path, tracker, finished):
+    """It is missing or empty; the newest complete checkpoint counts, as when a run resumes."""
+    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
+    command = ["run", str(file), "--output", str(output), "--seeds", "1"]
+    main([*command, "--only", "base", "--keep-checkpoints"])
+    trunk = output / "base-1"
+    files.write_document(trunk / "iter_0000030", {"files": {}})
+    (trunk / files.TRACKER).unlink()
+    if tracker is not None:
+        (trunk / files.TRACKER).write_text(tracker)
+    if not finished:
+        (trunk / "iter_0000040").rmdir()
+        state = json.loads((trunk / "study.json").read_text())
+        (trunk / "study.json").write_text(json.dumps({**state, "finished": False}))
+    main(command)
+    assert {line["began"] for line in metrics(trunk)} == ({0} if finished else {0, 30})
+    assert len(metrics(trunk)) == (40 if finished else 50)
+    assert len(metrics(output / "changed-1")) == 10
 
 
 @pytest.mark.slow

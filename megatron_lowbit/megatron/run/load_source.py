@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.safe_globals import SafeUnpickler
 
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.json_files import read_small
 from megatron_lowbit.megatron.run.common_state import saved_args
 from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.recipes.te_config import FACTORIES
@@ -141,7 +140,11 @@ def _candidates(args: Namespace, directory: Path) -> list[_Candidate]:
 
 
 def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
-    _restore_tracker(args, directory)
+    # A run that only reads a folder without a tracker file leaves it as it is.
+    if os.path.lexists(directory / files.TRACKER) or (
+        not args.ckpt_step and _is_saved_to(args, directory)
+    ):
+        files.restore_tracker(directory)
     first = None
     try:
         first = persistent(args, directory)
@@ -164,25 +167,6 @@ def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
     loaded = [(each.iteration, newest(args, directory, each)) for each in saved]
     loaded = loaded or [(None, newest(args, directory, None))]
     return [(step, checkpoint) for step, checkpoint in loaded if checkpoint is not None]
-
-
-def _restore_tracker(args: Namespace, directory: Path) -> None:
-    """Write the last complete iteration to a tracker file that is empty, or missing in ``--save``.
-
-    Megatron-LM truncates the file before it writes the new iteration, and begins a new run in a
-    folder without it, whose checkpoints it replaces.
-    """
-    tracker = directory / files.TRACKER
-    is_missing = not os.path.lexists(tracker) and not args.ckpt_step
-    is_missing = is_missing and _is_saved_to(args, directory)
-    is_empty = tracker.is_file() and not read_small(tracker).strip()
-    if not (is_missing or is_empty):
-        return
-    last = files.last_saved(directory)
-    if last is not None:
-        found = "missing" if is_missing else "empty after a killed save"
-        files.write_tracker(directory, last)
-        say_on_rank_0(f"{tracker}: {found}; restored to {last}")
 
 
 def verify_checkpoint(path: Path) -> None:
