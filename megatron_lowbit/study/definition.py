@@ -291,8 +291,21 @@ def jobs_left(jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
 
 
 def checkpoints_needed(jobs: Sequence[Job]) -> dict[Path, int]:
-    """Return the iterations that trunks have yet to save for jobs, by the folder of the trunk."""
-    return dict(job.start for job in jobs if job.start and not has_saved(job.start))
+    """Return the iterations that trunks have yet to save for jobs, by the folder of the trunk.
+
+    A job that continues from its own checkpoint needs the trunk's only as the ``{trunk}`` of its
+    arguments.
+    """
+    return dict(
+        job.start for job in jobs
+        if job.start and (not _has_begun(job) or "{trunk}" in " ".join(job.command))
+        and not has_saved(job.start)
+    )  # fmt: skip
+
+
+def _has_begun(job: Job) -> bool:
+    """Return True if a job has a checkpoint of its own to continue from."""
+    return (job.folder / TRACKER).is_file()
 
 
 def _inputs(job: Job) -> dict[str, str]:
@@ -348,7 +361,7 @@ def has_saved(start: Start) -> bool:
 def launch_command(job: Job) -> list[str]:
     """Return a job's command with its folder and the checkpoint that it continues from."""
     load: list[str] = []
-    if (job.folder / TRACKER).is_file():
+    if _has_begun(job):
         load = ["--load", str(job.folder)]
     elif job.start:
         load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration),

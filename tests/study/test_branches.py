@@ -1,6 +1,7 @@
 """Runs of a study that begin from the checkpoint of another, their trunk."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,13 @@ from megatron_lowbit.study.definition import jobs_of, read_study, with_recipes
 from tests.short_runs import metrics
 
 BRANCH = "branches: {base: {iteration: 30, runs: {changed: --scale 2.2}}}"
+
+
+def stop(folder: Path, iteration: int) -> None:
+    """Change a finished run to one that has stopped with the checkpoint of an iteration."""
+    state = json.loads((folder / "study.json").read_text())
+    (folder / "study.json").write_text(json.dumps({**state, "finished": False}))
+    (folder / files.TRACKER).write_text(str(iteration))
 
 
 def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
@@ -103,6 +111,19 @@ def test_a_trunk_that_has_passed_its_branches_checkpoint(study, tmp_path):
         main(command)
 
 
+@pytest.mark.parametrize("more", ["", "--more {trunk}"])
+def test_a_stopped_branch_needs_its_trunk_only_for_its_arguments(study, tmp_path, more):
+    """The trunk's checkpoint is gone, as after a command with --only another branch."""
+    branch = f"branches: {{base: {{iteration: 30, runs: {{changed: '--scale 2.2 {more}'}}}}}}"
+    file, output = study(base="--scale 2", branch=branch), tmp_path / "out"
+    command = ["run", str(file), "--output", str(output), "--seeds", "1"]
+    main(command)
+    stop(output / "changed-1", 35)
+    main(command)
+    assert {line["began"] for line in metrics(output / "changed-1")} == {30, 35}
+    assert len(metrics(output / "base-1")) == (80 if more else 40)
+
+
 @pytest.mark.parametrize(
     ("tracker", "finished"),
     [(None, True), (None, False), pytest.param("", True, marks=pytest.mark.slow)],
@@ -114,13 +135,12 @@ def test_a_trunk_without_its_tracker_file(study, tmp_path, tracker, finished):
     main([*command, "--only", "base", "--keep-checkpoints"])
     trunk = output / "base-1"
     files.write_document(trunk / "iter_0000030", {"files": {}})
+    if not finished:
+        (trunk / "iter_0000040").rmdir()
+        stop(trunk, 30)
     (trunk / files.TRACKER).unlink()
     if tracker is not None:
         (trunk / files.TRACKER).write_text(tracker)
-    if not finished:
-        (trunk / "iter_0000040").rmdir()
-        state = json.loads((trunk / "study.json").read_text())
-        (trunk / "study.json").write_text(json.dumps({**state, "finished": False}))
     main(command)
     assert {line["began"] for line in metrics(trunk)} == ({0} if finished else {0, 30})
     assert len(metrics(trunk)) == (40 if finished else 50)
