@@ -69,8 +69,9 @@ class RecipeArguments:
     tokens, with tokens that have no loss; context parallelism needs a multiple of twice its size"""
 
     distill_from: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
-    """learn from an unquantized teacher of the same shape, the newest checkpoint in DIR: the loss
-    is the KL divergence from its output instead of the cross-entropy"""
+    """learn from an unquantized teacher of the same shape, the newest checkpoint in DIR or one
+    named like DIR/iter_0001000: the loss is the KL divergence from its output instead of the
+    cross-entropy"""
 
     log_quantization_error_interval: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}

@@ -54,14 +54,16 @@ def distill(model_config: Any, args: Namespace) -> None:
     ``model_config`` is Megatron-LM's GPTModelConfig or HybridModelConfig. Raises UserError for a
     folder without a checkpoint.
     """
-    directory = Path(args.distill_from)
-    saved = persistent(Namespace(ckpt_step=None), directory)
-    require(
-        saved is not None,
-        f"--distill-from {directory}: no checkpoint, {files.TRACKER} is missing; give a folder "
-        "that lowbit-convert to-megatron or --save has written",
-    )
-    model_config.pre_wrap_hooks.append(partial(_add_teacher, model_config, saved.path))
+    checkpoint = Path(args.distill_from)
+    if not (checkpoint / files.METADATA).is_file():
+        saved = persistent(Namespace(ckpt_step=None), checkpoint)
+        require(
+            saved is not None,
+            f"--distill-from {checkpoint}: no checkpoint, {files.TRACKER} is missing; give a "
+            "folder that lowbit-convert to-megatron or --save has written",
+        )
+        checkpoint = saved.path
+    model_config.pre_wrap_hooks.append(partial(_add_teacher, model_config, checkpoint))
 
 
 def _add_teacher(

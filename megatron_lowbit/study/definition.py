@@ -54,7 +54,7 @@ Arguments = Annotated[str, AfterValidator(_shell_words)]
 class Branch(StrictModel):
     """Runs that begin from the checkpoint of an iteration of a trunk, a run of the same seed.
 
-    ``{trunk}`` in their arguments is the trunk's folder.
+    ``{trunk}`` in their arguments is this checkpoint's folder.
     """
 
     iteration: int = Field(ge=1, strict=True)
@@ -366,6 +366,6 @@ def launch_command(job: Job) -> list[str]:
     elif job.start:
         load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration),
                 "--resume-changed", "recipe", "data"]  # fmt: skip
-    trunk = str(job.start.folder) if job.start else "{trunk}"
+    trunk = str(iteration_directory(*job.start)) if job.start else "{trunk}"
     command = [word.replace("{trunk}", trunk) for word in job.command]
     return [*command, "--save", str(job.folder), *load, "--exit-signal-handler"]

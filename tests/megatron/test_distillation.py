@@ -135,6 +135,17 @@ def test_arguments_that_exclude_a_teacher(flag, given):
         hooks(["bf16"], distill_from="nowhere", **given)
 
 
+@pytest.mark.parametrize(("given", "teacher"), [("", 8), ("iter_0000004", 4)])
+def test_the_teacher_is_the_newest_checkpoint_or_the_given_one(tmp_path, given, teacher):
+    for iteration in (4, 8):
+        path = tmp_path / f"iter_{iteration:07}"
+        path.mkdir()
+        (path / ".metadata").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    [add_teacher] = hooks(None, distill_from=str(tmp_path / given))
+    assert add_teacher.args[1] == tmp_path / f"iter_{teacher:07}"
+
+
 def test_a_teacher_must_be_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match=f"^--distill-from {tmp_path}: no checkpoint, .* give "):
         hooks(None, distill_from=str(tmp_path))
