@@ -6,6 +6,7 @@ Example: lowbit-tokenizer --input corpus/ --pattern '*.txt' --vocab-size 32000 -
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -25,6 +26,8 @@ from megatron_lowbit.storage.lock import FolderLock
 
 END_OF_TEXT = "<|endoftext|>"
 _MODEL_FILE, _CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+_READ = re.compile(r"(?!.*\.index\.json).*\.(json|jinja|model|tiktoken|txt)")
+"""Files of a tokenizer in a model's folder."""
 _CONFIG = json.dumps({
     "tokenizer_class": "PreTrainedTokenizerFast",
     **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT),
@@ -70,6 +73,17 @@ def main(argv: list[str] | None = None) -> None:
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of a folder's tokenizer and of its configuration."""
     return [folder / _MODEL_FILE, folder / _CONFIG_FILE]
+
+
+def files_read(tokenizer_model: str) -> list[Path]:
+    """Return the local files that a tokenizer may be loaded from: the path, or those in a folder.
+
+    There are none for a name on the Hugging Face Hub.
+    """
+    path = Path(tokenizer_model)
+    if path.is_file():
+        return [path]
+    return [file for file in sorted(path.glob("*")) if _READ.fullmatch(file.name)]
 
 
 @dataclass(frozen=True)

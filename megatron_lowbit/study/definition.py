@@ -18,7 +18,8 @@ from pydantic import AfterValidator, Field, StrictInt, ValidationError, model_va
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.arguments.values import LARGEST_SEED
 from megatron_lowbit.command_line import expand_files
-from megatron_lowbit.data.dataset import dataset_digest
+from megatron_lowbit.data.dataset import data_digest, dataset_digest
+from megatron_lowbit.data.tokenizer import files_read
 from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import STUDY_RUN, replace_text, writing
 from megatron_lowbit.json_files import Entries, read_object
@@ -309,15 +310,21 @@ def _has_begun(job: Job) -> bool:
 
 
 def _inputs(job: Job) -> dict[str, str]:
-    """Return digests of the files of arguments, recipes and data sets that a job's words name."""
+    """Return digests of the local files that a job's words name.
+
+    Those are files of arguments, recipes, data sets, and tokenizers in files or folders.
+    """
     words = training_words(job)
     read = expand_files(words)
     sha256 = hashlib.sha256(json.dumps(read).encode()).hexdigest()
     digests = {word: sha256 for word in words if word.startswith("@")}
-    for word in read:
-        name = word.partition("=")[2] if word.startswith("--") else word
+    for previous, word in pairwise(["", *read]):
+        flag, _, name = word.partition("=") if word.startswith("--") else (previous, "", word)
         if file := next(filter(os.path.isfile, (name, f"{name}.bin")), None):
             digests[name] = _digest(name, os.stat(file).st_mtime_ns)
+        elif name and flag == "--tokenizer-model" and (files := files_read(name)):
+            content = "".join(map(data_digest, files))
+            digests[name] = hashlib.sha256(content.encode()).hexdigest()
     return digests
 
 

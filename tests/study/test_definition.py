@@ -1,6 +1,7 @@
 """Arguments that a study, one of its runs, or the command line gives."""
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_lowbit.study.definition import (
     Start,
     Study,
     has_saved,
+    is_finished,
     jobs_of,
     mark,
     read_study,
@@ -40,6 +42,21 @@ def test_branches_without_save_interval_are_refused_before_their_trunk_trains(tm
     with pytest.raises(UserError, match="run 'late': lowbit-pretrain needs --save-interval"):
         jobs_of(study, tmp_path, [])
     jobs_of(study, tmp_path, ["--save-interval", "40"])
+
+
+def test_a_digest_that_an_earlier_version_did_not_record(tmp_path):
+    """Nor is there one of a tokenizer on the Hugging Face Hub."""
+    (tmp_path / "tokenizer.json").write_text("1")
+    words = f"--tokenizer-model {tmp_path}", "--tokenizer-model=openai-community/gpt2"
+    study = Study(arguments="", seeds=[1], runs=dict(zip("ab", words, strict=True)))
+    local, hub = jobs_of(study, tmp_path / "out", [])
+    for job, names in ((local, [str(tmp_path)]), (hub, [])):
+        mark(job, finished=False)
+        file = job.folder / "study.json"
+        state = json.loads(file.read_text())
+        assert list(state["inputs"]) == names
+        file.write_text(json.dumps({**state, "inputs": {}, "finished": True}))
+        assert is_finished(job)
 
 
 def test_a_full_disk_is_reported_with_the_file(tmp_path, monkeypatch):

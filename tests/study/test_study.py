@@ -182,24 +182,28 @@ def test_recipes_in_place_of_a_studys_runs(study, write_script, tmp_path):
         main(["run", str(file), "--recipes", str(base), "--output", str(output)])
 
 
+READ = ("mine.yaml", "more.args", "data.bin", "equal.yaml", "tokenizer/old.json")
+
+
 @pytest.mark.parametrize(
-    "changed",
-    others_slow(["mine.yaml", "more.args", "data.bin", "equal.yaml"], ["data.bin"]),
+    "changed", others_slow([*READ, "tokenizer/new.json"], ["data.bin", "tokenizer/new.json"])
 )
 def test_runs_of_files_that_have_changed_are_not_compared(study, tmp_path, changed, monkeypatch):
     """Runs of other seeds would differ in more than their seeds."""
     monkeypatch.chdir(tmp_path)
-    for name in ("mine.yaml", "more.args", "data.bin", "data.idx", "equal.yaml"):
+    Path("tokenizer").mkdir()
+    for name in (*READ, "data.idx"):
         Path(name).write_text("1")
     file = study(
-        base="--scale 2 --recipe mine.yaml --data data --more @more.args --x=equal.yaml --y=1"
+        base="--scale 2 --recipe mine.yaml --data data --more @more.args --x=equal.yaml --y=1 "
+        "--tokenizer-model tokenizer"
     )
     command = ["run", str(file), "--output", "out", "--seeds"]
     main([*command, "1"])
     main([*command, "1", "2"])
     Path(changed).write_text("2")
     words = {"data.bin": "data", "more.args": "@more.args"}
-    word = words.get(changed, changed)
+    word = words.get(changed, changed).split("/")[0]
     with pytest.raises(UserError, match=f"base-1: holds a run from before {word} changed; give "):
         main([*command, "1", "2", "3"])
 

@@ -7,7 +7,6 @@ tokens. Arguments that choose the samples count as data.
 """
 
 import hashlib
-import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_lowbit.data.dataset import dataset_digest
+from megatron_lowbit.data.tokenizer import files_read
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.datasets import data_blends
@@ -76,8 +76,6 @@ OF_THE_MODEL = {
 Another shape, or a tensor that the checkpoint lacks, ends in an error of Megatron-LM. A tensor that
 only the checkpoint has does not, so the arguments that create one are here, too.
 """
-_OF_TOKENIZER = re.compile(r"(?!.*\.index\.json).*\.(json|jinja|model|tiktoken|txt)")
-"""Files of a tokenizer in a model's folder."""
 _NEGATED = ("add_bias_linear", "dsa_indexer_scoring_relu", "dsa_indexer_rotate_activation")
 """Attributes that their flags set to False."""
 _OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
@@ -124,9 +122,7 @@ def record_data(args: Namespace) -> None:
 def _digest_of_tokenizer(args: Namespace) -> str:
     """Return a SHA-256 of what turns conversations into tokens while the run trains."""
     texts = args.chat_template, args.sft_tokenizer_prompt_format
-    model = Path(args.tokenizer_model or "")
-    files = [each for each in sorted(model.glob("*")) if _OF_TOKENIZER.fullmatch(each.name)]
-    files = [model] if model.is_file() else files
+    files = files_read(args.tokenizer_model or "")
     digest = hashlib.sha256(repr(texts if files else (*texts, args.tokenizer_model)).encode())
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
