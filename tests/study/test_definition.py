@@ -41,7 +41,10 @@ def test_branches_without_save_interval_are_refused_before_their_trunk_trains(tm
     study = Study(arguments="", seeds=[1], runs={"base": ""}, branches=branches)
     with pytest.raises(UserError, match="run 'late': lowbit-pretrain needs --save-interval"):
         jobs_of(study, tmp_path, [])
-    jobs_of(study, tmp_path, ["--save-interval", "40"])
+    trunk, late = jobs_of(study, tmp_path, ["--save-interval", "40"])
+    # The argument that is given last counts: the trunk saves where the branch begins.
+    assert trunk.command[-6:-2] == ["--save-interval", "40", "--save-interval", "20"]
+    assert late.command[-4:-2] == ["--save-interval", "40"]
 
 
 def test_a_digest_that_an_earlier_version_did_not_record(tmp_path):
