@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "megatron_lowbit"
 # Subfolders that are not in the list belong to their parents.
 ORDER = (
-    "errors", "lazy", "version", "command_line", "console", "folders", "json_files",
+    "errors", "lazy", "replaced", "version", "command_line", "console", "folders", "json_files",
     "numerics", "kernels", "recipes", "layers", "pytorch", "collectives", "transformer_engine",
     "factories", "storage", "cpu_runtime", "arguments", "data", "analysis", "planning",
     "megatron", "study", "checkpoints", "conversion", "commands", "integrations",

@@ -5,7 +5,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from megatron_lowbit.arguments.cpu import adapt_to_cpu
@@ -29,6 +29,7 @@ from megatron_lowbit.arguments.values import (
 )
 from megatron_lowbit.command_line import CommandLine, print_help
 from megatron_lowbit.errors import UserError, as_user_error, failed_check, require, say
+from megatron_lowbit.replaced import replaced
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
@@ -264,15 +265,9 @@ def _count_samples(args: Namespace, words: CommandLine) -> str:
     return f"--phase-transition-iterations: given to Megatron-LM: {', '.join(changed)}"
 
 
-@contextmanager
-def command_line(tokens: Sequence[str]) -> Iterator[None]:
+def command_line(tokens: Sequence[str]) -> AbstractContextManager[None]:
     """Set the arguments in ``sys.argv``, which Megatron-LM parses."""
-    before = sys.argv
-    sys.argv = [before[0], *tokens]
-    try:
-        yield
-    finally:
-        sys.argv = before
+    return replaced(sys, "argv", [sys.argv[0], *tokens])
 
 
 @contextmanager
@@ -354,8 +349,7 @@ def _check_predictions(args: Namespace, given: int | None) -> None:
     )
 
 
-@contextmanager
-def translate_tokenizer_errors() -> Iterator[None]:
+def translate_tokenizer_errors() -> AbstractContextManager[None]:
     """Raise UserError for a tokenizer that Megatron-LM cannot build."""
     from megatron.training import global_vars
 
@@ -369,11 +363,7 @@ def translate_tokenizer_errors() -> Iterator[None]:
         with as_user_error(f"{name}: cannot be loaded"):
             return original(args)
 
-    global_vars.build_tokenizer = build
-    try:
-        yield
-    finally:
-        global_vars.build_tokenizer = original
+    return replaced(global_vars, "build_tokenizer", build)
 
 
 def in_one_line(error: Exception) -> str:

@@ -23,6 +23,7 @@ from megatron_lowbit.data.dataset import read_index
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import replacing
 from megatron_lowbit.json_files import as_object, parse_json
+from megatron_lowbit.replaced import replaced
 
 _LOCK, _DESCRIPTION = ".lock", "description.txt"
 _NAME = re.compile(
@@ -89,10 +90,9 @@ def building(folder: Path, prefixes: Sequence[str] = ()) -> Iterator[None]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _delete_wrong(folder, prefixes)
-        np.save = save_whole  # type: ignore[assignment]
-        yield
+        with replaced(np, "save", save_whole):
+            yield
     finally:
-        np.save = save
         os.close(lock)
 
 

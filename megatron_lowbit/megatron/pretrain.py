@@ -6,7 +6,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.folders import reason
 from megatron_lowbit.megatron.run import errors
 from megatron_lowbit.megatron.run.bad_iterations import skip_bad_iterations
+from megatron_lowbit.replaced import replaced
 from megatron_lowbit.storage import files
 
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
@@ -105,20 +106,15 @@ def _restore_determinism(mode: int) -> None:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
-@contextmanager
-def unfilled_memory(args: Namespace) -> Iterator[None]:
+def unfilled_memory(args: Namespace) -> AbstractContextManager[None]:
     """Keep deterministic mode from filling all new memory with NaN, which torch adds to it.
 
     A read of what nobody wrote would then repeat. There is none, and filling takes a small model
     15% of a step on an H200.
     """
     settings = torch.utils.deterministic
-    before = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = before and not args.deterministic_mode
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = before
+    fills = settings.fill_uninitialized_memory and not args.deterministic_mode
+    return replaced(settings, "fill_uninitialized_memory", fills)
 
 
 @contextmanager
@@ -147,8 +143,7 @@ def saved_iteration(args: Namespace) -> int | None:
     return None
 
 
-@contextmanager
-def validate_once() -> Iterator[None]:
+def validate_once() -> AbstractContextManager[None]:
     """Skip the validation after training where the loop has validated the last iteration.
 
     Megatron-LM would take other samples, and so report a second loss of that iteration.
@@ -164,11 +159,7 @@ def validate_once() -> Iterator[None]:
             validated.add(prefix)
             upstream(prefix, *arguments, **settings)
 
-    training.evaluate_and_print_results = evaluate
-    try:
-        yield
-    finally:
-        training.evaluate_and_print_results = upstream
+    return replaced(training, "evaluate_and_print_results", evaluate)
 
 
 @contextmanager

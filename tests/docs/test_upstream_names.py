@@ -69,6 +69,9 @@ def used(file: Path) -> Iterator[str]:
                 yield from paths
             elif is_private and ast.unparse(node.value) not in ("self", "cls"):
                 yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "replaced":
+            owner, name, _ = node.args
+            yield from (f"{path}.{ast.literal_eval(name)}" for path in paths_of(owner, names))
 
 
 def test_the_list_is_complete():

@@ -24,6 +24,7 @@ from megatron_lowbit.megatron.run.metrics import check_metrics
 from megatron_lowbit.megatron.run.records import check_loaded, record_data
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.megatron.run.workarounds import omit_profile_of_resumed_run
+from megatron_lowbit.replaced import replaced
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.lock import FolderLock
 from megatron_lowbit.storage.selection import load_directory, selected
@@ -58,9 +59,9 @@ class CheckpointGuard:
         """
         if self._args.save is not None:
             self._take_save_folder(Path(self._args.save))
-            training.save_checkpoint = self._save
+            self._opened.enter_context(replaced(training, "save_checkpoint", self._save))
         record_data(self._args)
-        training.load_checkpoint = self._load
+        self._opened.enter_context(replaced(training, "load_checkpoint", self._load))
         choose_checkpoint(self._args)
         check_loaded(self._args)
         if self._recorder is not None:
@@ -116,8 +117,6 @@ class CheckpointGuard:
 
     def close(self) -> None:
         """Record the remaining checkpoints, and release the folder."""
-        training.load_checkpoint = self._upstream_load
-        training.save_checkpoint = self._upstream_save
         self._opened.close()
 
 

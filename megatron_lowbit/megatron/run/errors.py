@@ -6,7 +6,7 @@ import shutil
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
 from textwrap import shorten
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.arguments.parse import in_one_line
 from megatron_lowbit.errors import TrainingError, UserError, error_behind, say
+from megatron_lowbit.replaced import replaced
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_TEXT = "unexpected pos"
@@ -134,8 +135,7 @@ def translate_model_errors() -> Iterator[None]:
         raise UserError(f"Megatron-LM cannot build the model: {message}") from error
 
 
-@contextmanager
-def translate_build_errors(model_config: Any) -> Iterator[None]:
+def translate_build_errors(model_config: Any) -> AbstractContextManager[None]:
     """Raise UserError where Megatron-LM cannot build the model of a configuration."""
     builder = model_config.get_builder_cls()
     upstream = builder.build_model
@@ -152,11 +152,7 @@ def translate_build_errors(model_config: Any) -> Iterator[None]:
                 raise
             raise UserError(in_one_line(error)) from error
 
-    builder.build_model = build_model
-    try:
-        yield
-    finally:
-        builder.build_model = upstream
+    return replaced(builder, "build_model", build_model)
 
 
 def _is_ours(error: Exception) -> bool:
