@@ -79,7 +79,7 @@ class QuantizedTensor:
         ``torch.load`` takes it with ``weights_only``, once this package is imported.
         """
         # As bytes: pickle cannot load FP8 tensors of torch 2.13, which only torch.save can.
-        stored = [(_as_bytes(x), x.dtype) for x in (self.codes, self.scales)]
+        stored = [(as_bytes(x), x.dtype) for x in (self.codes, self.scales)]
         return _restored, (*stored, self.tensor_scale, self.format, self.shape, self.mean)
 
     def dequantize(self, arithmetic: Arithmetic = REFERENCE) -> Tensor:
@@ -111,7 +111,8 @@ class QuantizedTensor:
         return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes + mean
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
+    """Return codes or scales in a dtype that pickles and collectives take."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 

@@ -30,6 +30,7 @@ from megatron_lowbit.megatron.features import Feature
 from megatron_lowbit.megatron.layers.state import LayerState
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.quantizer import as_bytes
 from megatron_lowbit.recipes import Layer, LinearPrecision
 
 FLAG = "--quantized-expert-dispatch"
@@ -117,8 +118,8 @@ class _CodesDispatch:
             return self.exchange(tokens, probs)
         context, source = state.context(state.shards()), tokens.detach()
         codes, _ = context.quantize(source, Role.INPUT, Gemm.FPROP, None, needs_codes=True)
-        received, probs = self.exchange(_as_bytes(codes.codes), probs)
-        self.sent = tokens, codes, _Route.of(self.dispatcher).send(_as_bytes(codes.scales))
+        received, probs = self.exchange(as_bytes(codes.codes), probs)
+        self.sent = tokens, codes, _Route.of(self.dispatcher).send(as_bytes(codes.scales))
         return received, probs
 
     def dispatch_postprocess(self, received: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
@@ -191,8 +192,3 @@ class _Received(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.route.send(ctx.route.sort(grad, back=True), back=True), None, None
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """Return codes or scales in a dtype that collectives take."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
