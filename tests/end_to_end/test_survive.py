@@ -3,6 +3,7 @@
 A killed run is started again with the same command, as a launcher would.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -181,9 +182,12 @@ def test_killed_while_it_builds_indices(start, tmp_path, uninterrupted):
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
     """Return the processes of torchrun's ranks in the order of their start."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return sorted(pid for pid, command in commands.items() if b"pretrain_gpt.py" in command)
+    ranks = []
+    for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):  # It has ended since.
+            if b"pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                ranks.append(int(pid))
+    return sorted(ranks)
 
 
 @pytest.mark.slow
