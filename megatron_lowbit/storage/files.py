@@ -25,13 +25,13 @@ from typing import Any, cast
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import replace_text, sync_directory
 from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object, read_small
+from megatron_lowbit.storage.pickles import CONFIG as CONFIG
 from megatron_lowbit.storage.pickles import check_lengths
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DOCUMENT = "lowbit.json"
 SAVING = ".saving"
 METADATA = ".metadata"
-CONFIG = "metadata.json"
 FORMAT_VERSION = 3
 _SHOWN = 5
 _DIGITS = 18
@@ -273,11 +273,7 @@ def set_aside(path: Path) -> None:
 
 def is_replacement(path: Path) -> bool:
     """Return True if the checkpoint that replaces the one set aside is complete."""
-    if not any((path / name).is_file() for name in (METADATA, DOCUMENT)):
-        return False
-    # Megatron-LM's own formats end with METADATA, torch_dist with CONFIG after it.
-    needs_config = (replaced_directory(path) / CONFIG).is_file()
-    return ((path / CONFIG).is_file() or not needs_config) and _is_complete(path)
+    return any((path / name).is_file() for name in (METADATA, DOCUMENT)) and _is_complete(path)
 
 
 def discard_replaced(path: Path) -> None:

@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import read_object
 from megatron_lowbit.storage.checkpoint_content import check_common_state, check_metadata
 
+CONFIG = "metadata.json"
 COMMON = "common_state/shard_0_1"
 """Key of the common state in a torch_dist checkpoint."""
 WITH_COMMON = ("common.pt", "model_optim_rng.pt")
@@ -206,14 +208,17 @@ def saved_tensors(path: Path) -> dict[str, tuple[int, ...]]:
 def check_lengths(path: Path) -> None:
     """Raise UserError where a file of a torch_dist checkpoint is missing or cut short.
 
-    A folder without ``.metadata``, which is written last, is no complete checkpoint; in the format
-    ``torch`` of Megatron-LM nothing more is known.
+    Its last files are ``.metadata`` and ``metadata.json``, in this order, without which it is no
+    complete checkpoint; in the format ``torch`` of Megatron-LM nothing more is known.
     """
     if not (path / ".metadata").is_file():
         require(any(path.glob("**/*.pt")), f"{path / '.metadata'}: missing")
         return
+    metadata = Reader(path).read_metadata()
+    if COMMON in metadata.state_dict_metadata:  # Other formats have no metadata.json.
+        read_object(path / CONFIG)
     ends: dict[str, int] = {}
-    for location in Reader(path).read_metadata().storage_data.values():
+    for location in metadata.storage_data.values():
         end = location.offset + location.length
         ends[location.relative_path] = max(end, ends.get(location.relative_path, 0))
     for name, end in ends.items():
