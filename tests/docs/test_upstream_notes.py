@@ -44,6 +44,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "research" / "upstream-notes.md").r
 )
 MEGATRON = Path(megatron.core.__file__).parents[1]
 CITED = {
+    "filesystem_async.py:291": "assert isinstance(local_results_or_exc, list), type(",
     "distrib_optimizer.py:961": "param_groups_map = {}",
     "optimizer_param_scheduler.py:390": "self.step(increment=num_steps)",
     "training.py:2594": "should_reset = not is_first_iteration",

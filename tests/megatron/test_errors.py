@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
 from megatron_lowbit.errors import TrainingError, UserError, error_behind
 from megatron_lowbit.megatron.run.errors import (
     raise_on_all_ranks,
@@ -20,7 +25,9 @@ from megatron_lowbit.megatron.run.errors import (
     translate_machine_limits,
     translate_missing_packages,
     translate_model_errors,
+    translate_save_errors,
 )
+from megatron_lowbit.megatron.run.workarounds import save_without_another_process
 
 ARGS = Namespace(save="runs/mine")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -44,6 +51,30 @@ def test_a_writers_process_that_fails_on_a_full_disk(monkeypatch, free, expected
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=free))
     with pytest.raises(expected), translate_machine_limits(ARGS):
         raise RuntimeError("Worker failure: An error is caught while starting worker 0, error: ")
+
+
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_a_save_that_cannot_write_names_the_file(tmp_path, is_distributed):
+    """Also on other ranks, which get Megatron-LM's message alone."""
+    save_without_another_process()
+    file = tmp_path / "missing" / "__1_0.distcp"
+    writer = filesystem_async.FileSystemWriterAsync(tmp_path)
+    writer.write_buckets = [(str(file), file.name, ([], []))]
+    writer.results_queue = filesystem_async.get_write_results_queue()
+    writer.write_preloaded_data_multithread(
+        writer.transforms, False, 1, writer.write_buckets, writer.results_queue
+    )
+    error, _ = writer.retrieve_write_results()
+    ended = pytest.raises(TrainingError, match=f"^cannot save the checkpoint: {file}: No such file")
+    with ended, translate_save_errors(tmp_path):
+        raise failure(error) if is_distributed else error
+
+
+@pytest.mark.parametrize("name", [None, "runs/mine/.metadata"])
+def test_other_files_of_a_save_that_cannot_be_written(name):
+    ended = pytest.raises(TrainingError, match=f"{name or 'runs'}: Input/output error$")
+    with ended, translate_save_errors("runs"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
 
 
 def test_memory_that_does_not_suffice():

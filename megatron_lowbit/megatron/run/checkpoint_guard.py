@@ -18,7 +18,11 @@ from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import METRICS
-from megatron_lowbit.megatron.run.errors import raise_on_all_ranks, translate_load_errors
+from megatron_lowbit.megatron.run.errors import (
+    raise_on_all_ranks,
+    translate_load_errors,
+    translate_save_errors,
+)
 from megatron_lowbit.megatron.run.load_source import choose_checkpoint
 from megatron_lowbit.megatron.run.metrics import check_metrics
 from megatron_lowbit.megatron.run.records import check_loaded, record_data
@@ -113,7 +117,8 @@ class CheckpointGuard:
                 writer.flush()
             if self._recorder is not None and directory is not None:
                 self._recorder.begin_save(files.iteration_directory(directory, iteration))
-        self._upstream_save(iteration, *arguments, **settings)
+        with translate_save_errors(directory or Path(self._args.save)):
+            self._upstream_save(iteration, *arguments, **settings)
 
     def close(self) -> None:
         """Record the remaining checkpoints, and release the folder."""

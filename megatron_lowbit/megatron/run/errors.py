@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import traceback
 from argparse import Namespace
@@ -25,6 +26,8 @@ _DISK_FULL_TEXT = "unexpected pos"
 """Part of the message of torch's checkpoint writer in C++, which raises no OSError."""
 _WORKER_TEXT, _LITTLE = "Worker failure", 64 * 2**20
 """Part of Megatron-LM's message for any error of its writers; bytes, with less the disk is full."""
+_UNWRITTEN = re.compile(rf"{_WORKER_TEXT}.* error: (.*{os.sep}.*)")
+"""That message with the file and the reason, as ``workarounds.py`` completes it."""
 _NO_MEMORY_TEXT = "can't allocate memory"
 """Part of torch's message on a CPU, which is no MemoryError."""
 _WITHOUT_APEX = {
@@ -190,6 +193,22 @@ def translate_load_errors(checkpoint: str) -> Iterator[None]:
         raise UserError(
             f"{checkpoint}: does not fit this model and optimizer, or is damaged: {message}"
         ) from error
+
+
+@contextmanager
+def translate_save_errors(directory: Path | str) -> Iterator[None]:
+    """Raise TrainingError where a save cannot write; it names the file, or else the directory."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch derives it from BaseException
+        cause = error_behind(error, OSError)
+        if isinstance(cause, OSError) and not isinstance(cause, ConnectionError):
+            text = f"{cause.filename or directory}: {cause.strerror or cause}"
+        elif unwritten := _UNWRITTEN.search(str(error)):
+            text = unwritten[1]
+        else:
+            raise
+        raise TrainingError(f"cannot save the checkpoint: {text}") from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_lowbit.arguments.parser import LOSSES
+from megatron_lowbit.errors import error_behind
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.megatron.run.errors import say_on_rank_0
 
@@ -78,15 +79,29 @@ def omit_profile_of_resumed_run(args: Namespace, iteration: int) -> None:
         say_on_rank_0(f"{argument}: without effect, the run continues after iteration {iteration}")
 
 
+@cache
 def save_without_another_process() -> None:
     """Let synchronous saves return the sizes of their files by a queue of this process.
 
     Megatron-LM starts a process for this queue, which imports torch at the first save and remains
-    where the run is killed.
+    where the run is killed. Of an error of a write it returns only the class: its message gets the
+    file and the reason here.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async.get_write_results_queue = queue.Queue
+    writer = filesystem_async.FileSystemWriterAsync
+    upstream = writer.write_preloaded_data
+
+    def write(*args: Any, write_bucket: Any, **kwargs: Any) -> Any:
+        written = upstream(*args, write_bucket=write_bucket, **kwargs)
+        if isinstance(error := written[1], Exception):
+            # torch's writer in C++ hides the OSError behind an exception of its own.
+            cause = error_behind(error, OSError)
+            raise RuntimeError(f"{write_bucket[0]}: {cause.strerror if cause else error}")
+        return written
+
+    writer.write_preloaded_data = staticmethod(write)
 
 
 def hide_loss_from_second_parse() -> None:
