@@ -15,7 +15,8 @@ SHARD = "__0_0.distcp"
 def arguments(load: Path | None, **changes: object) -> Namespace:
     values = {"ckpt_step": None, "load_latest_valid": False, "save": None, "save_keep_last": None,
               "non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None,
-              "pretrained_checkpoint": None, "mock_data": True, "finetune": True}  # fmt: skip
+              "pretrained_checkpoint": None, "mock_data": True, "finetune": True,
+              "train_samples": None}  # fmt: skip
     return Namespace(load=load and str(load), **{**values, **changes})
 
 

@@ -55,6 +55,21 @@ def test_the_guard_verifies_then_records(saved, write_checkpoint, upstream_saves
     assert training.save_checkpoint is upstream
 
 
+@pytest.mark.parametrize(("batch", "schedule", "last"), [
+    (2, None, 12), (4, None, 9), (1, None, 18), (30, None, 6), (4, "0:2 12:4", 7)
+])  # fmt: skip
+def test_a_resumed_run_trains_the_samples_that_are_left(saved, monkeypatch, batch, schedule, last):
+    """Iteration 6 was saved after 12 of 24 samples, with another batch size."""
+    monkeypatch.setattr(training, "load_checkpoint", lambda: (6, 0))
+    args = arguments(saved, finetune=False, train_samples=24, consumed_train_samples=12,
+                     global_batch_size=batch, step_batch_size_schedule=schedule, profile=False,
+                     profile_step_start=0, use_pytorch_profiler=False)  # fmt: skip
+    args.train_iters = 7 if schedule else 24 // batch
+    with closing(CheckpointGuard(args)) as guard:
+        assert guard._load() == (6, 0)
+    assert args.train_iters == last
+
+
 def test_what_a_run_has_logged_is_written_before_a_save(saved, monkeypatch):
     """After a resumption, the file has every iteration once."""
     writer = MetricsWriter(saved, None, log_interval=4, seq_length=1)

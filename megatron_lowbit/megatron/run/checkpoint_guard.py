@@ -27,7 +27,10 @@ from megatron_lowbit.megatron.run.load_source import choose_checkpoint
 from megatron_lowbit.megatron.run.metrics import check_metrics
 from megatron_lowbit.megatron.run.records import check_loaded, record_data
 from megatron_lowbit.megatron.run.steps import steps_of
-from megatron_lowbit.megatron.run.workarounds import omit_profile_of_resumed_run
+from megatron_lowbit.megatron.run.workarounds import (
+    count_iterations_of_samples,
+    omit_profile_of_resumed_run,
+)
 from megatron_lowbit.replaced import replaced
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.lock import FolderLock
@@ -102,6 +105,7 @@ class CheckpointGuard:
         with translate_load_errors(f"{argument} {checkpoint.path}"):
             loaded = self._upstream_load(*arguments, **settings)
         omit_profile_of_resumed_run(self._args, iteration=loaded[0])
+        count_iterations_of_samples(self._args, iteration=loaded[0])
         return loaded
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:

@@ -79,6 +79,21 @@ def omit_profile_of_resumed_run(args: Namespace, iteration: int) -> None:
         say_on_rank_0(f"{argument}: without effect, the run continues after iteration {iteration}")
 
 
+def count_iterations_of_samples(args: Namespace, iteration: int) -> None:
+    """Let a run that continues after an iteration train the rest of ``--train-samples``.
+
+    Megatron-LM divides all samples by this run's ``--global-batch-size``. After a change of it, the
+    run would end too early, or need more samples than there are.
+    """
+    if args.train_samples and args.step_batch_size_schedule is None:
+        left = (args.train_samples - args.consumed_train_samples) // args.global_batch_size
+        iterations = iteration + max(0, left)
+        if iterations != args.train_iters:
+            args.train_iters = iterations
+            samples = f"--train-samples {args.train_samples}"
+            say_on_rank_0(f"{samples}: {left} iterations after iteration {iteration} are left")
+
+
 @cache
 def save_without_another_process() -> None:
     """Let synchronous saves return the sizes of their files by a queue of this process.
