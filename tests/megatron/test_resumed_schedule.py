@@ -113,9 +113,16 @@ def scheduler(**changes) -> OptimizerParamScheduler:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"wd_incr_steps": 200}, "--train-iters or --train-samples: .* 200 in this run, but 100"),
+        (
+            {"wd_incr_steps": 200},
+            "--train-iters or --train-samples, or --global-batch-size: the total "
+            "number of weight decay samples is 200 in this run, but 100",
+        ),
         ({"lr_decay_steps": 200}, "--lr-decay-iters .* by default --train-iters .* 200 in"),
-        ({"lr_warmup_steps": 20}, "--lr-warmup-iters, .* is 20 in this run, but 0 in"),
+        (
+            {"lr_warmup_steps": 20},
+            "--lr-warmup-iters, .*: the number of warmup samples is 20 in this",
+        ),
         ({"lr_decay_style": "cosine"}, "--lr-decay-style: .* is cosine in this run, but linear in"),
         ({"max_lr": 1e-3}, "--lr: the learning rate is 0.001 in this run, but 0.0006 in"),
         ({"min_lr": 0.0}, "--min-lr: the minimum learning rate is 0.0 in this run"),

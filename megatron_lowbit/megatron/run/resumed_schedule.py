@@ -84,9 +84,14 @@ def _choose(scheduler: OptimizerParamScheduler, value: Any, saved: Any, name: st
     if scheduler.override_opt_param_scheduler:
         return value
     if value != saved and not scheduler.use_checkpoint_opt_param_scheduler:
+        arguments = _ARGUMENTS.get(name, name)
+        if "iterations" in name:
+            # Megatron-LM's name is of iterations, its value of samples.
+            name = name.replace("iterations", "samples").replace("warmup", "number of warmup")
+            arguments += ", or --global-batch-size"
         raise UserError(
-            f"{_ARGUMENTS.get(name, name)}: the {name} is {value} in this run, but {saved} in the "
-            f"checkpoint; {_CHOICE}"
+            f"{arguments}: the {name} is {value} in this run, but {saved} in the checkpoint; "
+            f"{_CHOICE}"
         )
     return saved
 
