@@ -44,6 +44,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "research" / "upstream-notes.md").r
 )
 MEGATRON = Path(megatron.core.__file__).parents[1]
 CITED = {
+    "checkpointing.py:1338": "if not args.no_save_optim:",
     "training.py:1547": "args.train_iters = args.train_samples // args.global_batch_size",
     "filesystem_async.py:291": "assert isinstance(local_results_or_exc, list), type(",
     "distrib_optimizer.py:961": "param_groups_map = {}",

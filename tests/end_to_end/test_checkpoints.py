@@ -58,6 +58,13 @@ def test_a_save_starts_no_process(resume):
     assert not [child for child in multiprocessing.active_children() if "Manager" in child.name]
 
 
+def test_a_run_that_saves_less_loads_all(save, resume):
+    done(resume("--no-save-optim", "--no-save-rng"))
+    assert steps(save).keys() == set(range(1, 9))
+    size = {path.name: (path / "__0_0.distcp").stat().st_size for path in save.glob("iter_*")}
+    assert size["iter_0000008"] < size[NEWEST] / 2
+
+
 def damage(file: Path, harm: str) -> None:
     if harm == "removed":
         file.unlink()

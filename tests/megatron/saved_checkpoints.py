@@ -16,7 +16,7 @@ def arguments(load: Path | None, **changes: object) -> Namespace:
     values = {"ckpt_step": None, "load_latest_valid": False, "save": None, "save_keep_last": None,
               "non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None,
               "pretrained_checkpoint": None, "mock_data": True, "finetune": True,
-              "train_samples": None}  # fmt: skip
+              "train_samples": None, "no_save_optim": None, "no_save_rng": None}  # fmt: skip
     return Namespace(load=load and str(load), **{**values, **changes})
 
 

@@ -29,6 +29,7 @@ from megatron_lowbit.megatron.run.records import check_loaded, record_data
 from megatron_lowbit.megatron.run.steps import steps_of
 from megatron_lowbit.megatron.run.workarounds import (
     count_iterations_of_samples,
+    load_what_is_not_saved,
     omit_profile_of_resumed_run,
 )
 from megatron_lowbit.replaced import replaced
@@ -102,7 +103,8 @@ class CheckpointGuard:
             return self._upstream_load(*arguments, **settings)
         resumed = self._args.load is not None and directory == Path(self._args.load)
         argument = "--load" if resumed else "--pretrained-checkpoint"
-        with translate_load_errors(f"{argument} {checkpoint.path}"):
+        errors = translate_load_errors(f"{argument} {checkpoint.path}")
+        with errors, load_what_is_not_saved(self._args):
             loaded = self._upstream_load(*arguments, **settings)
         omit_profile_of_resumed_run(self._args, iteration=loaded[0])
         count_iterations_of_samples(self._args, iteration=loaded[0])

@@ -8,6 +8,7 @@ import queue
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from itertools import pairwise
 from types import SimpleNamespace
@@ -92,6 +93,21 @@ def count_iterations_of_samples(args: Namespace, iteration: int) -> None:
             args.train_iters = iterations
             samples = f"--train-samples {args.train_samples}"
             say_on_rank_0(f"{samples}: {left} iterations after iteration {iteration} are left")
+
+
+@contextmanager
+def load_what_is_not_saved(args: Namespace) -> Iterator[None]:
+    """Let ``--no-save-optim`` and ``--no-save-rng`` affect only saves.
+
+    Megatron-LM asks for the state to load by the function that collects the state to save.
+    """
+    names = ("no_save_optim", "no_save_rng")
+    values = {name: getattr(args, name) for name in names}
+    vars(args).update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        vars(args).update(values)
 
 
 @cache
