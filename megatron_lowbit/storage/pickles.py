@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader, planner
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from megatron_lowbit.errors import UserError, require
@@ -44,7 +44,7 @@ class _SavedPath(PurePosixPath):
 _CLASSES: tuple[Any, ...] = (
     Metadata, torch_metadata.MetadataIndex, StorageMeta, torch_metadata.TensorStorageMetadata,
     BytesStorageMetadata, torch_metadata.ChunkStorageMetadata, torch_metadata.TensorProperties,
-    torch_metadata._MEM_FORMAT_ENCODING, _StorageInfo,
+    torch_metadata._MEM_FORMAT_ENCODING, _StorageInfo, _StoragePrefix,
     # Megatron-LM keeps the plans of all ranks there.
     planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.TensorWriteData,
     planner.BytesIOWriteData, torch.serialization._get_layout,

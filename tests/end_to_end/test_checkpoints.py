@@ -58,6 +58,14 @@ def test_a_save_starts_no_process(resume):
     assert not [child for child in multiprocessing.active_children() if "Manager" in child.name]
 
 
+def test_saves_that_reuse_the_plan_of_the_first(whole, pretrain_here, tmp_path):
+    """Their .metadata has a class of torch that others do not have."""
+    run = (*RUN, "--save", tmp_path, "--load", tmp_path, "--ckpt-assume-constant-structure")
+    done(pretrain_here(*run, "--train-iters", 4))
+    done(pretrain_here(*run, "--train-iters", 6))
+    assert steps(tmp_path) == steps(whole)
+
+
 def test_a_run_that_saves_less_loads_all(save, resume):
     done(resume("--no-save-optim", "--no-save-rng"))
     assert steps(save).keys() == set(range(1, 9))
