@@ -94,6 +94,9 @@ def resumed(start, corpus, folder, monkeypatch) -> Namespace:
         non_persistent_global_ckpt_dir=None,
         finetune=False,
         skip_train=False,
+        no_load_optim=False,
+        optimizer="adam",
+        use_distributed_optimizer=False,
         phase_transition_iterations=None,
         resume_changed=[],
         recipe_record=record_of([str(folder / RECIPE)], ["bf16_blocks=none"]),
@@ -174,6 +177,18 @@ SAME_MODEL = re.compile(
     "|symmetric_ar_type|mlp_chunks_.*|transformer_impl|cache_mla_latents|mamba_.*"
 )
 """Fields that change the way to the same numbers, their rounding, the loss or the optimizer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("optimizer", "sgd"), ("use_distributed_optimizer", True)]
+)
+def test_the_state_of_another_optimizer_is_refused(resumed, name, value):
+    changed = Namespace(**vars(resumed) | {name: value})
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"this run has {flag} {value} instead of .*no-load-optim"):
+        check_loaded(changed)
+    changed.no_load_optim = True
+    check_loaded(changed)
 
 
 def test_every_field_of_a_configuration_is_compared_or_known_to_change_no_model():

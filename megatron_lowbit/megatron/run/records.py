@@ -76,6 +76,10 @@ OF_THE_MODEL = {
 Another shape, or a tensor that the checkpoint lacks, ends in an error of Megatron-LM. A tensor that
 only the checkpoint has does not, so the arguments that create one are here, too.
 """
+_OF_THE_OPTIMIZER = {
+    "optimizer": "--optimizer", "use_distributed_optimizer": "--use-distributed-optimizer",
+}  # fmt: skip
+"""Arguments by which Megatron-LM names and divides the optimizer's state."""
 _NEGATED = ("add_bias_linear", "dsa_indexer_scoring_relu", "dsa_indexer_rotate_activation")
 """Attributes that their flags set to False."""
 _OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
@@ -170,6 +174,11 @@ def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[t
         yield "model", changed
     if not resumes:
         return
+    if not args.no_load_optim and (changed := changes(args, saved, _OF_THE_OPTIMIZER)):
+        raise UserError(
+            f"{checkpoint}: has the state of another optimizer: this run has {changed}; "
+            "--no-load-optim resumes with a new state"
+        )
     records = {name: getattr(saved, name, None) for name in (RECIPE, DATA)}
     if missing := [name.partition("_")[0] for name, record in records.items() if record is None]:
         say_on_rank_0(
