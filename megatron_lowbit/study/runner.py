@@ -100,7 +100,7 @@ class _StudyState:
         self._longest = 0.0  # seconds of the longest run
         self.trunks = {job.start.folder for job in jobs if job.start}
         self.left, again = jobs_left(jobs)
-        for job in jobs:
+        for job in jobs:  # jobs_left has refused folders of others.
             files.restore_tracker(job.folder)
         self.finished = [job for job in jobs if job not in self.left or job in again]
         self.running: list[_Running] = []

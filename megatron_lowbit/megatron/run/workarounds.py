@@ -20,6 +20,7 @@ from megatron_lowbit.arguments.parser import LOSSES
 from megatron_lowbit.errors import error_behind
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.megatron.run.errors import say_on_rank_0
+from megatron_lowbit.replaced import replaced
 
 
 def use_prebuilt_dataset_helpers() -> None:
@@ -101,13 +102,8 @@ def load_what_is_not_saved(args: Namespace) -> Iterator[None]:
 
     Megatron-LM asks for the state to load by the function that collects the state to save.
     """
-    names = ("no_save_optim", "no_save_rng")
-    values = {name: getattr(args, name) for name in names}
-    vars(args).update(dict.fromkeys(names))
-    try:
+    with replaced(args, "no_save_optim", None), replaced(args, "no_save_rng", None):
         yield
-    finally:
-        vars(args).update(values)
 
 
 @cache
@@ -115,8 +111,8 @@ def save_without_another_process() -> None:
     """Let synchronous saves return the sizes of their files by a queue of this process.
 
     Megatron-LM starts a process for this queue, which imports torch at the first save and remains
-    where the run is killed. Of an error of a write it returns only the class: its message gets the
-    file and the reason here.
+    where the run is killed. It returns only the class of a writer's error, to whose message this
+    adds the file and the reason.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
