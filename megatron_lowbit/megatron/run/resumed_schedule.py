@@ -32,16 +32,24 @@ _RESTORED = {"betas": "--adam-beta1 and --adam-beta2", "eps": "--adam-eps",
 _ARGUMENTS = {
     "learning rate": "--lr",
     "minimum learning rate": "--min-lr",
-    "warmup iterations": "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
+    "warmup iterations": "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, or "
+    "--global-batch-size",
     "total number of iterations": "--lr-decay-iters or --lr-decay-samples, by default --train-iters"
-    " or --train-samples",
+    " or --train-samples, or --global-batch-size",
     "learning rate decay style": "--lr-decay-style",
     "start weight decay": "--weight-decay or --start-weight-decay",
     "end weight decay": "--weight-decay or --end-weight-decay",
-    "total number of weight decay iterations": "--train-iters or --train-samples",
+    "total number of weight decay iterations": "--train-iters or --train-samples, or "
+    "--global-batch-size",
     "weight decay incr style": "--weight-decay-incr-style",
 }
 """Arguments that set a value of the scheduler, by Megatron-LM's name of the value."""
+_SAMPLES = {
+    "warmup iterations": "number of warmup samples",
+    "total number of iterations": "total number of samples",
+    "total number of weight decay iterations": "total number of weight decay samples",
+}
+"""Right names of the values that Megatron-LM calls iterations and counts in samples."""
 _CHOICE = (
     "--override-opt_param-scheduler takes this run's schedule, "
     "--use-checkpoint-opt_param-scheduler the checkpoint's"
@@ -84,14 +92,9 @@ def _choose(scheduler: OptimizerParamScheduler, value: Any, saved: Any, name: st
     if scheduler.override_opt_param_scheduler:
         return value
     if value != saved and not scheduler.use_checkpoint_opt_param_scheduler:
-        arguments = _ARGUMENTS.get(name, name)
-        if "iterations" in name:
-            # Megatron-LM's name is of iterations, its value of samples.
-            name = name.replace("iterations", "samples").replace("warmup", "number of warmup")
-            arguments += ", or --global-batch-size"
         raise UserError(
-            f"{arguments}: the {name} is {value} in this run, but {saved} in the checkpoint; "
-            f"{_CHOICE}"
+            f"{_ARGUMENTS.get(name, name)}: the {_SAMPLES.get(name, name)} is {value} in this run, "
+            f"but {saved} in the checkpoint; {_CHOICE}"
         )
     return saved
 
