@@ -107,6 +107,14 @@ def _concatenate(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
+def biases(weights: Names) -> dict[str, str]:
+    """Return the biases of modules, by the names of their weights."""
+    return {
+        key.replace("weight", "bias"): name.replace("weight", "bias")
+        for key, name in weights.items()
+    }
+
+
 def expand(
     outer: Names,
     layers: Names | Sequence[Names],

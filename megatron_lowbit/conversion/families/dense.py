@@ -31,7 +31,7 @@ from megatron_lowbit.conversion.family import (
     window,
     windows,
 )
-from megatron_lowbit.conversion.mapping import Model
+from megatron_lowbit.conversion.mapping import Model, biases
 from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
@@ -147,12 +147,6 @@ QWEN3 = LLAMA.variant(
     more_entries=qwen_entries,
 )
 
-_BIASES = {
-    **ATTENTION_BIASES,
-    "mlp.linear_fc1.bias": "mlp.{gate,up}_proj.bias",
-    "mlp.linear_fc2.bias": "mlp.down_proj.bias",
-}
-
 
 def _has_biases(entries: Entries) -> bool:
     attention, mlp = (entries.boolean(f"{part}_bias", False) for part in ("attention", "mlp"))
@@ -167,7 +161,7 @@ def _has_biases(entries: Entries) -> bool:
 LLAMA_WITH_BIASES = LLAMA.variant(
     fixed={"hidden_act": "silu"},
     entries={"add_bias_linear": Entry("attention_bias", _has_biases)},
-    layers={**ATTENTION, **MLP, **_BIASES},
+    layers={**ATTENTION, **MLP, **ATTENTION_BIASES, **biases(MLP)},
     more_entries=lambda model: {**rope_entry(model), "mlp_bias": model["add_bias_linear"]},
 )
 

@@ -35,7 +35,7 @@ from megatron_lowbit.conversion.family import (
     window,
     windows,
 )
-from megatron_lowbit.conversion.mapping import Model, Names
+from megatron_lowbit.conversion.mapping import Model, Names, biases
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
@@ -49,15 +49,13 @@ EXPERTS = {
     "mlp.experts.experts.*.linear_fc1.weight": "mlp.experts.*.{gate,up}_proj.weight",
     "mlp.experts.experts.*.linear_fc2.weight": "mlp.experts.*.down_proj.weight",
 }
+_GPT_OSS_EXPERTS = EXPERTS | {"mlp.router.weight": "mlp.router.weight"}
 _GPT_OSS_LAYER = {
     **ATTENTION,
     **ATTENTION_BIASES,
     "self_attention.core_attention.softmax_offset": "self_attn.sinks",
-    **EXPERTS,
-    "mlp.router.weight": "mlp.router.weight",
-    "mlp.router.bias": "mlp.router.bias",
-    "mlp.experts.experts.*.linear_fc1.bias": "mlp.experts.*.{gate,up}_proj.bias",
-    "mlp.experts.experts.*.linear_fc2.bias": "mlp.experts.*.down_proj.bias",
+    **_GPT_OSS_EXPERTS,
+    **biases(_GPT_OSS_EXPERTS),
 }
 
 

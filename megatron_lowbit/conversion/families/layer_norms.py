@@ -24,7 +24,7 @@ from megatron_lowbit.conversion.family import (
     untied,
     window,
 )
-from megatron_lowbit.conversion.mapping import Model
+from megatron_lowbit.conversion.mapping import Model, biases
 from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
@@ -34,11 +34,13 @@ _ATTENTION = {
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
     "mlp.linear_fc1.layer_norm_bias": "post_attention_layernorm.bias",
 }
-_C_MLP = {
-    "mlp.linear_fc1.weight": "mlp.c_fc.weight",
-    "mlp.linear_fc1.bias": "mlp.c_fc.bias",
-    "mlp.linear_fc2.weight": "mlp.c_proj.weight",
-    "mlp.linear_fc2.bias": "mlp.c_proj.bias",
+_C_MLP = {"mlp.linear_fc1.weight": "mlp.c_fc.weight", "mlp.linear_fc2.weight": "mlp.c_proj.weight"}
+_GPT2_LAYER = {
+    "self_attention.linear_qkv.weight": "attn.c_attn.weight",
+    "self_attention.linear_proj.weight": "attn.c_proj.weight",
+    **_C_MLP,
+    "self_attention.linear_qkv.layer_norm_weight": "ln_1.weight",
+    "mlp.linear_fc1.layer_norm_weight": "ln_2.weight",
 }
 _TANH_GELU, _GELU = ("gelu_new", "gelu_pytorch_tanh"), "gelu"
 
@@ -100,17 +102,7 @@ GPT2 = Family(
         "decoder.final_layernorm.bias": "transformer.ln_f.bias",
         "output_layer.weight": "lm_head.weight",
     },
-    layers={
-        "self_attention.linear_qkv.weight": "attn.c_attn.weight",
-        "self_attention.linear_qkv.bias": "attn.c_attn.bias",
-        "self_attention.linear_proj.weight": "attn.c_proj.weight",
-        "self_attention.linear_proj.bias": "attn.c_proj.bias",
-        **_C_MLP,
-        "self_attention.linear_qkv.layer_norm_weight": "ln_1.weight",
-        "self_attention.linear_qkv.layer_norm_bias": "ln_1.bias",
-        "mlp.linear_fc1.layer_norm_weight": "ln_2.weight",
-        "mlp.linear_fc1.layer_norm_bias": "ln_2.bias",
-    },
+    layers={**_GPT2_LAYER, **biases(_GPT2_LAYER)},
     prefix="transformer.h",
     is_transposed=True,
 )
@@ -139,7 +131,7 @@ STARCODER2 = LLAMA.variant(
         "window_size": window(),
     },
     outer=_OUTER,
-    layers={**_ATTENTION, **ATTENTION_BIASES, **_C_MLP},
+    layers={**_ATTENTION, **ATTENTION_BIASES, **_C_MLP, **biases(_C_MLP)},
 )
 
 STABLELM = LLAMA.variant(
@@ -184,11 +176,5 @@ JAIS2 = LLAMA.variant(
     fixed={"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
     entries={"layernorm_epsilon": positive_number("layer_norm_eps", 1e-5)},
     outer=_OUTER,
-    layers={
-        **_ATTENTION,
-        **ATTENTION_BIASES,
-        **UNGATED_MLP,
-        "mlp.linear_fc1.bias": "mlp.up_proj.bias",
-        "mlp.linear_fc2.bias": "mlp.down_proj.bias",
-    },
+    layers={**_ATTENTION, **ATTENTION_BIASES, **UNGATED_MLP, **biases(UNGATED_MLP)},
 )
