@@ -63,7 +63,6 @@ class QuantizedFolder(Folder):
         return shape, torch.bfloat16 if self.is_quantized and len(shape) > 1 else dtype
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor to the CPU."""
         tensor = self.dequantized(name)
         return tensor.to(torch.bfloat16) if self.is_quantized and tensor.ndim > 1 else tensor
 

@@ -87,7 +87,6 @@ class DeviceRows(Rows):
 
     @property
     def numbers(self) -> OfCounts:
-        """The numbers of rows."""
         return OfCounts(self.counts, self.total, 1)
 
     def _in_units(self, unit: int) -> Units:

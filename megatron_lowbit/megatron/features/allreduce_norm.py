@@ -103,7 +103,6 @@ class FusedAllReduceNorm(Feature):
     argument = "fused_allreduce_norm"
 
     def install(self) -> None:
-        """Install the operation."""
         args = self.run.args
         rows = args.seq_length * args.micro_batch_size
         capacity = rows * args.hidden_size * args.params_dtype.itemsize

@@ -61,7 +61,6 @@ class AmaxHistories(Feature):
                 )
 
     def begin_step(self, iteration: int, training: bool) -> None:
-        """Complete the previous step."""
         self._end_step()
         self._recorded = training
 
@@ -104,7 +103,6 @@ class AmaxHistories(Feature):
         return {path: history.entries for path, history in histories.items()}
 
     def load_extra_tensors(self, chunk: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Take over the histories of a checkpoint."""
         for path, history in self._histories(layer_states([chunk])).items():
             if path in tensors:
                 history.entries = tensors[path]

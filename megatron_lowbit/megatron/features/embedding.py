@@ -71,7 +71,6 @@ class EmbeddingGradients(Feature):
         return args.gradient_accumulation_fusion and not is_sharded
 
     def install(self) -> None:
-        """Replace the embeddings' ``forward``."""
         for chunk in self.run.chunks:
             for module in chunk.modules():
                 if isinstance(module, VocabParallelEmbedding) and module.gtp_remat_size == 1:

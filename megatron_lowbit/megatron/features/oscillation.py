@@ -44,7 +44,6 @@ class OscillationResets(Feature):
         return recipe.oscillation is not None
 
     def describe(self) -> Iterable[str]:
-        """Yield the times of the resets."""
         yield f"oscillation: {self.run.recipe.oscillation}"
 
     @torch.no_grad()
@@ -107,7 +106,6 @@ class OscillationResets(Feature):
         }
 
     def load_extra_tensors(self, chunk: nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Take over the lengths of a checkpoint."""
         for path, layer in _layers([chunk]).items():
             lengths = [tensors.get(f"{path}.{name}") for name in _LENGTHS]
             if None not in lengths:

@@ -100,7 +100,6 @@ class QuantizedParameters(Feature):
 
     @torch.no_grad()
     def begin_step(self, iteration: int, training: bool) -> None:
-        """Store the new weights."""
         self._sync()
         if training or self.run.args.eval_precision == "recipe":
             self._free()

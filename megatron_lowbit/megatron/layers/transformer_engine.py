@@ -89,7 +89,6 @@ class TELayerState(LayerState):
         )
 
     def set_precision(self, precision: LinearPrecision) -> None:
-        """Compute in another precision from now on."""
         self.native = None
         module, layer = self.module, self.plan.layer
         if precision.quantized:
@@ -107,7 +106,6 @@ class TELayerState(LayerState):
 
     @property
     def quantizes_weight(self) -> bool:
-        """True if this project quantizes the weight, once for all microbatches of a step."""
         return self.native is None and super().quantizes_weight
 
     def forget_weight(self) -> None:

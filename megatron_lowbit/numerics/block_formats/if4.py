@@ -69,7 +69,6 @@ class IF4(BlockFormat):
     }
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
         largest = E2M1.max * (16.0 / 17.0 if self.sixteen_seventeenths else 1.0)
         s_enc = encode_scale(amax, largest * E4M3.max)

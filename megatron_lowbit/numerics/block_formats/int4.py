@@ -54,7 +54,6 @@ class INT4Group(BlockFormat):
     scale_dtype = torch.bfloat16
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole groups."""
         groups = blocks(x, 1, self.block)
         largest = block_amax(groups)
         # A tensor over a tensor: torch turns tensor / number into tensor * (1 / number).

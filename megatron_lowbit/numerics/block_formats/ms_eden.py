@@ -94,7 +94,6 @@ class MSEden(BlockFormat):
     random_bits = 16  # as E4M3 scales take; a block takes its first element's number
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole blocks; scales (R, K/16)."""
         quantize = _torchao if self.arithmetic == "torchao" else _quartet2
         codes, corrected, tensor_scale = quantize(blocks(x, 1, BLOCK), finite_amax(amax))
         random = None if uniform is None else blocks(uniform, 1, BLOCK)[..., :1]

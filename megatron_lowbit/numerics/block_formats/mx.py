@@ -89,7 +89,6 @@ class MX(BlockFormat):
     }
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole blocks; scales (R, K/32)."""
         tiles = blocks(x, self.block_rows, self.block)
         scales = scale_bytes(block_amax(tiles), self.element, self.scale_rounding)
         scaled = tiles * formats.reciprocal_e8m0(scales)

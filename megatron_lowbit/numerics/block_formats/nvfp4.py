@@ -149,7 +149,6 @@ class NVFP4(BlockFormat):
         return self.four_over_six == "none" and not self.sixteen_seventeenths
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole blocks; scales (R, K/16)."""
         amax = row_amax(x).view(-1, 1, 1, 1) if self.row_scaled else finite_amax(amax)
         top = self.element_max * self.top_scale
         s_enc = encode_scale(amax, top)

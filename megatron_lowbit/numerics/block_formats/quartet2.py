@@ -48,7 +48,6 @@ class Quartet2(BlockFormat):
     draws = 2  # both candidates are rounded
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
         tensor_scale = decode_scale(amax, MAX_SCALE, E2M1.max)
         tiles = blocks(x, 1, BLOCK)

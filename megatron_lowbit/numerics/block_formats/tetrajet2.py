@@ -38,7 +38,6 @@ class TetraJet2(BlockFormat):
     scale_bits = 8 * _SCALE_BYTES
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole blocks."""
         amaxes = block_amax(blocks(x, 1, OUTER)).squeeze(1)
         # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
         six = torch.full_like(amaxes, E2M1.max)
@@ -65,7 +64,6 @@ class TetraJet2(BlockFormat):
         return values * (outer * inner.to(torch.float32)).unsqueeze(-1)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the stored scales of (rows, columns), whole blocks along columns."""
         return rows, columns // OUTER * _SCALE_BYTES
 
 

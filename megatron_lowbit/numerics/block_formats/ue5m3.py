@@ -66,7 +66,6 @@ class UE5M3(BlockFormat):
     OPTIONS: ClassVar = {"tensor_scaled": (True, False)}
 
     def encode(self, x: Tensor, amax: Tensor, uniform: Tensor | None) -> Encoded:
-        """Quantize whole blocks; scales (R, K/16)."""
         s_enc = constant(1.0, like=x)
         if self.tensor_scaled:
             s_enc = encode_scale(finite_amax(amax), UE5M3_MAX * E2M1.max)
