@@ -103,6 +103,15 @@ def sync_directory(directory: Path) -> None:
 
 
 @contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Turn a failure to read a file into a UserError that names the source."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read ({reason(error)})") from error
+
+
+@contextmanager
 def writing(argument: str, path: str | Path) -> Iterator[None]:
     """Turn a failure to write, such as a full disk, into a UserError that names the argument."""
     try:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import reading
 
 MAX_BYTES = 2**27
 """Most bytes of a file: several times the largest tokenizer.json, and little memory."""
@@ -43,11 +44,9 @@ def read_object(path: Path, argument: str = "") -> dict[str, Any]:
     ``argument``: the argument of the command line that names the file, for the error.
     """
     source = f"{argument} {path}".lstrip()
-    try:
+    with reading(source):
         if not path.is_file():
             raise UserError(f"{source} is {'no file' if path.exists() else 'missing'}")
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
     content = parse_json(read_small(path, source), source)
     _check_depth(content, source)
     return as_object(content, source)
@@ -59,13 +58,10 @@ def read_small(path: Path, source: str = "") -> bytes:
     ``source``: what the error begins with; the path by default.
     """
     source = source or str(path)
-    try:
+    with reading(source):
         size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise UserError(f"{source}: has {size} bytes, more than {MAX_BYTES}")
+        require(size <= MAX_BYTES, f"{source}: has {size} bytes, more than {MAX_BYTES}")
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
 
 
 def as_object(content: Any, source: str) -> dict[str, Any]:

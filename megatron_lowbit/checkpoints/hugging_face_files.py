@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import reading
 from megatron_lowbit.json_files import as_object, is_inside, parse_json, read_object
 from megatron_lowbit.storage.resumable_output import COMPANIONS, ResumableOutput, in_files
 
@@ -115,10 +116,8 @@ class Folder:
     @contextmanager
     def _open(self, file: str, name: str | None = None) -> Iterator[Any]:
         try:
-            with safe_open(self.path / file, framework="pt") as opened:
+            with reading(self.path / file), safe_open(self.path / file, "pt") as opened:
                 yield opened
-        except OSError as error:
-            raise UserError(f"{self.path / file}: cannot be read ({error})") from None
         except SafetensorError as error:
             reason = f"cut short, or not a safetensors file ({error})"
             if "does not contain tensor" in str(error):

@@ -36,7 +36,7 @@ from megatron_lowbit.conversion.families.rope import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.conversion.quantized_folder import QuantizedFolder
-from megatron_lowbit.errors import UserError, as_user_error, require
+from megatron_lowbit.errors import UserError, as_user_error, error_prefix, require
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.numerics.formats import E8M0_NAN, unpack_nibbles
 from megatron_lowbit.storage.lock import output_lock
@@ -225,10 +225,8 @@ def _tensors(
             type, rows = _PLAIN[tensor.dtype], _bytes(tensor)
         elif endings in _BLOCKS:
             type, encode = _BLOCKS[endings]
-            try:
+            with error_prefix(f"{folder.path}: {name}: "):
                 rows = encode(*stored[:2])
-            except UserError as error:
-                raise UserError(f"{folder.path}: {name}: {error}") from None
         else:
             listed = ", ".join(endings)
             raise UserError(f"{folder.path}: llama.cpp has no type for {name} ({listed})")

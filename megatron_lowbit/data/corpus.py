@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from megatron_lowbit.data.dataset import is_of_dataset
 from megatron_lowbit.errors import UserError, require, say
-from megatron_lowbit.folders import reason
+from megatron_lowbit.folders import reading, reason
 from megatron_lowbit.json_files import parse_json
 
 TEMPORARY = ".preprocess."
@@ -228,7 +228,7 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a file as it is stored, and the same file decompressed."""
     damage: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zlib.error)
     try:
-        with path.open("rb") as stored, ExitStack() as stack:
+        with reading(path), path.open("rb") as stored, ExitStack() as stack:
             head = stored.read(16)
             stored.seek(0)
             name = next((name for name, magic in _COMPRESSED.items() if magic.match(head)), None)
@@ -242,8 +242,6 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 damage += (getattr(module, "ZstdError", EOFError),)
                 unpacked = stack.enter_context(module.open(stored))
             yield stored, unpacked
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except damage as error:
         raise UserError(f"{path}: a damaged compressed file ({error})") from None
 

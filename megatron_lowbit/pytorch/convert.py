@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from megatron_lowbit.errors import UserError, require, require_type
+from megatron_lowbit.errors import error_prefix, require, require_type
 from megatron_lowbit.pytorch.blocks import WRAPPED, block_paths, modules_in_blocks
 from megatron_lowbit.pytorch.linear import (
     EvalPrecision,
@@ -123,10 +123,8 @@ def check_recipe(recipe: Recipe) -> None:
                 "Megatron-LM; select the model's layers by a glob or regex of their paths",
             )
         for config, precision in part.configs.items():
-            try:
+            with error_prefix(f"recipe {part.name}: config {config}: "):
                 check_precision(precision)
-            except UserError as error:
-                raise UserError(f"recipe {part.name}: config {config}: {error}") from None
 
 
 def _may_be_fused(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_lowbit.errors import UserError, require, say
-from megatron_lowbit.folders import replace_text, sync_directory
+from megatron_lowbit.folders import reading, replace_text, sync_directory
 from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object, read_small
 from megatron_lowbit.storage.pickles import CONFIG as CONFIG
 from megatron_lowbit.storage.pickles import check_lengths
@@ -212,10 +212,8 @@ def check_files(path: Path, files: Checksums, names: Iterable[str]) -> None:
     """Raise UserError at the first of ``names`` that is not as lowbit.json's ``files`` says."""
     for name in names:
         check_sizes(path, files, [name])
-        try:
+        with reading(path / name):
             digest = _digest(path / name)
-        except OSError as error:
-            raise UserError(f"{path / name}: cannot be read ({error.strerror})") from error
         is_as_saved = digest == files[name]["blake2b"]
         require(is_as_saved, f"{path / name}: its content differs from what was saved")
 

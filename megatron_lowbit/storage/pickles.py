@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import reading
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.storage.checkpoint_content import check_common_state, check_metadata
 
@@ -180,12 +181,10 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     @contextmanager
     def _open(self, location: _StorageInfo) -> Iterator[BinaryIO]:
         path = Path(self.path) / location.relative_path
-        try:
+        with reading(path):
             _check_length(path, location.offset + location.length)
             with open(path, "rb") as file:
                 yield file
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _check_length(file: Path, least: int) -> None:
