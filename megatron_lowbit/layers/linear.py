@@ -29,6 +29,7 @@ from megatron_lowbit.layers.autograd_state import (
     without_autocast,
 )
 from megatron_lowbit.layers.context import LinearContext, draw_key
+from megatron_lowbit.layers.sharding import Shards
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.numerics.gemms import Gemm
 from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
@@ -177,12 +178,16 @@ def lowbit_linear(
         f"x has shape {tuple(source.shape)}; its last axis must be of {weight.shape[1]} features",
     )
     context = context_of(context, source)
+    return by_rows(_LowbitLinear, source, context.shards, weight, bias, context, operand, amax)
+
+
+def by_rows(function: Any, x: Tensor, shards: Shards, *arguments: Any) -> Tensor:
+    """Apply an autograd function of rows (T, K) to x (..., K); return (..., N) of all tokens."""
     # Reshaped out here: megatron adds in place to the result, which autograd refuses for a view
     # that a function of its own has made.
-    x2d = source.reshape(math.prod(source.shape[:-1]), source.shape[-1])
-    y: Tensor = _LowbitLinear.apply(x2d, weight, bias, context, operand, amax)  # type: ignore[no-untyped-call]
-    leading = (-1, *source.shape[1:-1]) if context.shards.sequence_parallel else source.shape[:-1]
-    return y.view(*leading, weight.shape[0])
+    y: Tensor = function.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), *arguments)
+    leading = (-1, *x.shape[1:-1]) if shards.sequence_parallel else x.shape[:-1]
+    return y.view(*leading, y.shape[-1])
 
 
 def context_of(context: LinearContext | LinearPrecision | Recipe | str, x: Tensor) -> LinearContext:

@@ -9,7 +9,6 @@ over them comes before they are quantized. The gradient takes the memory of gate
 autograd keeps until the whole backward pass of the function has ended.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron_lowbit.layers.autograd_state import (
     without_autocast,
 )
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.linear import backward_linear, context_of, forward_linear
+from megatron_lowbit.layers.linear import backward_linear, by_rows, context_of, forward_linear
 
 
 class _LowbitMLP(torch.autograd.Function):
@@ -91,7 +90,4 @@ def lowbit_mlp(
         (..., N) of all tokens; under tensor parallelism a summand of each rank.
     """
     first, second = context_of(first, x), context_of(second, x)
-    x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y: Tensor = _LowbitMLP.apply(x2d, fc1, fc2, first, second, amax)  # type: ignore[no-untyped-call]
-    leading = (-1, *x.shape[1:-1]) if first.shards.sequence_parallel else x.shape[:-1]
-    return y.view(*leading, fc2.shape[0])
+    return by_rows(_LowbitMLP, x, first.shards, fc1, fc2, first, second, amax)

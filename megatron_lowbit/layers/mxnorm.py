@@ -9,7 +9,6 @@ Source: "MXNorm" (arXiv 2603.13180), section 3.7 and appendices E and F:
     dW = M gain, dgain_j = sum_i M_ij W_ij      summed over the ranks that hold shards of W
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron_lowbit.layers.autograd_state import (
     without_autocast,
 )
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.linear import context_of
+from megatron_lowbit.layers.linear import by_rows, context_of
 from megatron_lowbit.layers.sharding import Shards, start_gather
 from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.mxnorm import MXNorm
@@ -47,8 +46,7 @@ class _MXNormLinear(torch.autograd.Function):
         context: LinearContext,
         norm: MXNorm,
     ) -> Tensor:
-        x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        fprop_input, rho = _normalize(context, x2d, norm)
+        fprop_input, rho = _normalize(context, x, norm)
         fprop_weight, dgrad_weight = operands.quantize_weight(
             context, lambda: _gained(weight, gain)
         )
@@ -56,21 +54,18 @@ class _MXNormLinear(torch.autograd.Function):
         if not (context.training and x.requires_grad):
             dgrad_weight = None
         # The gain's gradient takes the weight, too.
-        save(ctx, (x2d, rho, gain, dgrad_weight), [weight] if context.training else [])
-        ctx.context, ctx.weight, ctx.x_shape = context, weight, x.shape
-        ctx.has_bias = bias is not None
-        leading = (-1, *x.shape[1:-1]) if context.shards.sequence_parallel else x.shape[:-1]
-        return y.view(*leading, weight.shape[0])
+        save(ctx, (x, rho, gain, dgrad_weight), [weight] if context.training else [])
+        ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
+        return y
 
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
         x, rho, gain, dgrad_weight = restore(ctx)
         needs_x, needs_gain, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         needs_product = needs_gain or needs_weight
-        grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
         by_row, by_col = operands.quantize_grad(context, grad, needs_x, needs_product)
         inner = handle = None
         if needs_x:
@@ -97,7 +92,7 @@ class _MXNormLinear(torch.autograd.Function):
                 accumulate_into(*into, gained)
                 wgrad = operands.added_to_main_grads([weight])[0]
         return (
-            context.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,
+            context.engine.norm_grad(inner, x, rho) if needs_x else None,
             gain_grad,
             wgrad,
             grad.sum(dim=0) if ctx.has_bias and needs_bias else None,
@@ -166,5 +161,4 @@ def mxnorm_linear(
     norm_block(context.precision)
     if context.precision.keeps_sources:
         raise ValueError("mxnorm_linear takes no fallback or hot_channels")
-    y: Tensor = _MXNormLinear.apply(x, gain, weight, bias, context, norm)  # type: ignore[no-untyped-call]
-    return y
+    return by_rows(_MXNormLinear, x, context.shards, gain, weight, bias, context, norm)
