@@ -49,6 +49,14 @@ def command_parser(**settings: Any) -> CommandParser:
     return parser
 
 
+def add_command(
+    commands: "argparse._SubParsersAction[CommandParser]", name: str, summary: str, **settings: Any
+) -> CommandParser:
+    """Add a subcommand; the summary is in the help of the command and of the subcommand."""
+    description = f"{summary[0].upper()}{summary[1:]}."
+    return commands.add_parser(name, help=summary, description=description, **settings)
+
+
 def add_exits(parser: argparse.ArgumentParser) -> None:
     """Add ``--version`` and ``--print-completion SHELL``, which print and exit."""
     parser.add_argument(

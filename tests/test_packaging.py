@@ -83,6 +83,11 @@ def command(monkeypatch, capsys):
 def test_help(name, command):
     code, output, _ = command(name, "--help")
     assert code == 0 and output.startswith("usage: ")
+    names = re.search(r"^  \{([\w,-]+)\}$", output, re.MULTILINE)
+    for subcommand in names[1].split(",") if names else ():
+        code, text, _ = command(name, subcommand, "--help")
+        summary = re.search(rf"^    {subcommand} +(.*)$", output, re.MULTILINE)[1]
+        assert f"\n\n{summary[0].upper()}{summary[1:]}" in text
 
 
 def test_slow_imports_wait():

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.command_line import add_command, command_parser
 from megatron_lowbit.errors import say
 
 
@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand that the command line names."""
     parser = command_parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="print tensors, files, model and recipe")
+    inspect = add_command(commands, "inspect", "print tensors, files, model and recipe")
     inspect.add_argument("--json", action="store_true", help="print JSON")
-    verify = commands.add_parser("verify", help="compare the files with their checksums")
-    average = commands.add_parser("average", help="average the models of several checkpoints")
+    verify = add_command(commands, "verify", "compare the files with their checksums")
+    average = add_command(commands, "average", "average the models of several checkpoints")
     for command, start in ((inspect, _inspect), (verify, _verify), (average, _average)):
         command.add_argument("source", type=Path, metavar="RUN", help="folder that --save wrote")
         command.set_defaults(start=start)

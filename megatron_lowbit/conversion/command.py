@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.command_line import add_command, command_parser
 from megatron_lowbit.conversion import DTYPES, LAYOUTS, SHARD_BYTES, TOKENS
 from megatron_lowbit.errors import require, say
 
@@ -109,9 +109,9 @@ def _verify(
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    there = commands.add_parser("to-megatron", help="safetensors to torch_dist")
-    back = commands.add_parser("to-hugging-face", help="torch_dist to safetensors")
-    gguf = commands.add_parser("to-gguf", help="safetensors to a GGUF file, for llama.cpp")
+    there = add_command(commands, "to-megatron", "convert safetensors to torch_dist")
+    back = add_command(commands, "to-hugging-face", "convert torch_dist to safetensors")
+    gguf = add_command(commands, "to-gguf", "convert safetensors to a GGUF file, for llama.cpp")
     for command, output in ((there, "folder"), (back, "folder"), (gguf, "file")):
         command.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
         command.add_argument("output", type=Path, metavar="OUTPUT", help=f"a new {output}")

@@ -3,8 +3,15 @@
 import argparse
 from collections.abc import Sequence
 
-from megatron_lowbit.command_line import CommandParser, command_parser, expand_with_origin
+from megatron_lowbit.command_line import (
+    CommandParser,
+    add_command,
+    command_parser,
+    expand_with_origin,
+)
 from megatron_lowbit.errors import UserError, require
+
+_NAME = "name of a recipe, as in lowbit-recipes list"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(prog="lowbit-recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="list the recipes that come with the package")
-    show = commands.add_parser("show", help="show a recipe layer by layer and GEMM by GEMM")
-    show.add_argument("recipe", metavar="NAME_OR_FILE", help="a recipe of the list, or a YAML file")
+    add_command(commands, "list", "list the recipes that come with the package")
+    show = add_command(commands, "show", "show a recipe layer by layer and GEMM by GEMM")
+    show.add_argument("recipe", metavar="NAME_OR_FILE", help=f"{_NAME}, or a YAML file")
     show.add_argument("--forward", metavar="NAME_OR_FILE", help="another recipe for fprop")
     show.add_argument(
         "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
@@ -37,10 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--model", metavar="FILE", help="a model's arguments: a file or a preset")
     _add_shape(show)
     show.set_defaults(blocks_of_preset=False)
-    config = commands.add_parser(
-        "te-config", help="print a recipe as a file for Megatron-LM's --te-precision-config-file"
+    config = add_command(
+        commands,
+        "te-config",
+        "print a recipe as a file for Megatron-LM's --te-precision-config-file",
     )
-    config.add_argument("recipe", metavar="NAME", help="a recipe of the list")
+    config.add_argument("recipe", metavar="NAME", help=_NAME)
     config.add_argument(
         "--model", metavar="FILE", required=True, help="a model's arguments: a file or a preset"
     )

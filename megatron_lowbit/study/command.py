@@ -10,7 +10,7 @@ r"""Run studies, compare runs, and find the layers with the largest quantization
     lowbit-study sensitivity --recipe nvfp4 --keep 0.15 --output mine.yaml \
         -- @examples/gpt-30m.args --load runs/bf16 --data-path data/text
 
-Arguments after -- are training arguments.
+Arguments after -- are training arguments, as for lowbit-pretrain.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from math import inf, ulp
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lowbit.command_line import command_parser, split_at_dashes
+from megatron_lowbit.command_line import add_command, command_parser, split_at_dashes
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
 
@@ -36,6 +36,7 @@ _LIMITS = {
     "leave_out": (0, inf, "not negative and finite"),
 }
 """Least values of arguments, values that they must be below, and the words for both."""
+_TRAINING = "Arguments after -- are training arguments, as for lowbit-pretrain."
 DEFAULT_SEEDS = (1, 2)
 """Seeds of a comparison of recipes; gaps have no standard error with less than two."""
 # Imports inside the functions below are slow: the help needs none of them.
@@ -52,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="run recipes or a study, then compare the runs")
+    run = add_command(
+        commands, "run", "run recipes or a study, then compare the runs", epilog=_TRAINING
+    )
     _add_study(run)
     run.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: the first)")
     run.add_argument(
@@ -67,21 +70,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(start=_run)
 
-    plan = commands.add_parser(
-        "plan", help="calculate the time of a study's runs, and the commands that they fit into"
+    plan = add_command(
+        commands,
+        "plan",
+        "calculate the time of a study's runs, and the commands that they fit into",
+        epilog=_TRAINING,
     )
     _add_study(plan)
     plan.add_argument("--gpu", default="h200", help="GPU as in lowbit-plan (default: h200)")
     plan.add_argument("--count", type=int, default=1, metavar="N", help="number of GPUs")
-    plan.add_argument("--minutes", type=float, default=60, help="length of a command")
+    plan.add_argument("--minutes", type=float, default=60, help="time limit of each command")
     plan.add_argument(
         "--start-up", type=float, default=60, metavar="SECONDS",
         help="time until a run's first iteration (default: 60)",
     )  # fmt: skip
     plan.set_defaults(start=_plan)
 
-    compare = commands.add_parser(
-        "compare", help="compare runs with a baseline: losses, gaps with standard errors, speed"
+    compare = add_command(
+        commands,
+        "compare",
+        "compare runs with a baseline: losses, gaps with standard errors, speed",
     )
     compare.add_argument(
         "runs", nargs="+", metavar="[NAME=]RUN",
@@ -93,8 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--title", default="Runs compared", help="title of the page")
     compare.set_defaults(start=_compare)
 
-    sensitivity = commands.add_parser(
-        "sensitivity", help="rank layers by error; write a recipe that keeps the worst in BF16"
+    sensitivity = add_command(
+        commands,
+        "sensitivity",
+        "rank layers by error; write a recipe that keeps the worst in BF16",
+        epilog=_TRAINING,
     )
     sensitivity.add_argument(
         "--recipe", required=True, metavar="NAME_OR_FILE", help="recipe to measure"
@@ -103,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     sensitivity.add_argument(
         "--keep", type=float, default=0.15, help="largest fraction of the weights to keep in BF16"
     )
-    sensitivity.add_argument("--output", type=Path, metavar="FILE.yaml", help="recipe to write")
+    sensitivity.add_argument("--output", type=Path, metavar="FILE.yaml", help="file to write")
     sensitivity.set_defaults(start=_sensitivity)
     return parser
 
