@@ -121,7 +121,7 @@ def _choose(args: Namespace, words: CommandLine, machine: Machine) -> tuple[list
         check_names(args.precision_recipe)
         for flag in _UPSTREAM_ONLY:
             require(flag not in words, f"--precision-recipe excludes {flag}: omit one of them")
-        recipes, reason = args.precision_recipe, "--precision-recipe names it"
+        recipes, reason = args.precision_recipe, "selected by --precision-recipe"
     elif args.fp8 and args.fp4:
         raise UserError("--fp8-format excludes --fp4-format: --fp8-recipe FP8 --fp4-recipe FP4 "
                         "without formats runs FP8 forward and FP4 backward")  # fmt: skip
@@ -132,7 +132,7 @@ def _choose(args: Namespace, words: CommandLine, machine: Machine) -> tuple[list
                 "quantizer factory")  # fmt: skip
         recipes = [MEGATRON_NAMES.get(name, name) for name in names]
         given = [words.text(flag) for flag in _NAMING if flag in words]
-        reason = f"{' and '.join(given)} without a format"
+        reason = f"selected by {' and '.join(given)} without a format"
     else:
         require(not args.recipe_set, "--recipe-set needs a recipe: add --precision-recipe NAME")
         return [], "nothing is quantized, no argument names a recipe"
@@ -238,7 +238,7 @@ def _write_recipes(
     if len(recipes) == 2:
         shown = f"recipes {recipes[0]} (forward) and {recipes[1]} (backward)"
     changed = f" with {', '.join(overrides)}" if overrides else ""
-    lines = [f"{shown} of megatron-lowbit{changed}; {reason}"]
+    lines = [f"{shown} of megatron-lowbit{changed}, {reason}"]
     # A format is for Transformer Engine's layers, whose script runs without codes as well.
     stored = [] if args.fp8 or args.fp4 else [flag for flag in _PARAM_GATHER if flag in words]
     lines += [f"{flag} taken as --quantized-param-gather" for flag in stored]

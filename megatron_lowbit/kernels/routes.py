@@ -55,13 +55,13 @@ class Route:
         return f"{self.name}, {self.accumulation}"
 
 
-TILES = Route("FP8 tiles", "FP32, promoted every 128 products")
-TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted")
-ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted")
+TILES = Route("FP8 tiles", "sums promoted to FP32 every 128 products")
+TENSORS = Route("FP8 tensors", "sums of FP8 tensor cores promoted to FP32")
+ROWS = Route("FP8 rows", TENSORS.accumulation)
 FOLDED = Route("folded to FP8 tensors", TENSORS.accumulation, Form.FOLDED)
-BLOCKS = Route("BF16 blocks", "FP32, promoted every 128 products")
-EXACT = Route("exact BF16", "FP32", Form.BF16)
-DEQUANTIZED = Route("dequantized to FP32", "FP32")
+BLOCKS = Route("BF16 blocks", TILES.accumulation)
+EXACT = Route("exact BF16", "FP32 sums", Form.BF16)
+DEQUANTIZED = Route("dequantized to FP32", "FP32 sums")
 
 
 @cache

@@ -75,9 +75,9 @@ def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Na
 def kernels(precision: LinearPrecision, capability: tuple[int, int]) -> str:
     """Describe whose kernels compute a layer of Transformer Engine in this precision."""
     if not precision.quantized:
-        return "Transformer Engine's, BF16"
+        return "Transformer Engine BF16"
     native = layer_recipe(precision, capability)
-    return "this project's" if native is None else f"Transformer Engine's {native.name}"
+    return "this project's" if native is None else f"Transformer Engine {native.name}"
 
 
 def layer_recipe(
