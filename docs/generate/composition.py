@@ -47,8 +47,9 @@ def _needs(cell: Mapping[str, Any]) -> bool:
     return cell["outcome"].startswith("needs")
 
 
-def _without_paths(message: str) -> str:
+def _without_names(message: str) -> str:
     message = re.sub(r"(--load|recipe) /\S+", r"\1 FILE", message)
+    message = re.sub(rf"recipe (?:{'|'.join(RECIPES)})\b", "recipe NAME", message)
     return re.sub(r"([|<*_])", r"\\\1", message)
 
 
@@ -74,7 +75,7 @@ def shown(cell: Mapping[str, Any] | None, messages: dict[str, int]) -> str:
         figures = (cell[part] for part in ("loss", "norm", "resumed") if part in cell)
         return f"**apart** {short(*figures)}"
     if name in ("refused", "failed", "no reference"):
-        number = messages.setdefault(_without_paths(cell["message"]), len(messages) + 1)
+        number = messages.setdefault(_without_names(cell["message"]), len(messages) + 1)
         return f"{name if name == 'refused' else f'**{name}**'} {number}"
     return name
 
@@ -104,8 +105,10 @@ def page(cells: Cells, machines: Sequence[Mapping[str, Any]]) -> str:
     outcomes = [Counter(map(outcome_of, column)) for column in zip(*by_pair.values(), strict=True)]
     names = sorted(set().union(*outcomes))
     messages: dict[str, int] = {}
-    rows = [[" × ".join(pair), *(shown(cell, messages) for cell in row)]
-            for pair, row in by_pair.items()]  # fmt: skip
+    cells_of = {pair: [shown(cell, messages) for cell in row] for pair, row in by_pair.items()}
+    # One cell for an outcome of all columns: what differs stands out.
+    rows = [[" × ".join(pair), *(row if len(set(row)) > 1 else [row[0], *[""] * len(row[1:])])]
+            for pair, row in cells_of.items()]  # fmt: skip
     return render(
         "composition", pairs=rows, messages=messages, bounds=bounds(), outcomes=names,
         machines=dict.fromkeys(
