@@ -370,7 +370,9 @@ def in_one_line(error: Exception) -> str:
     """Return the message of an exception of Megatron-LM; without a message, the failed check."""
     message = " ".join(str(error).split())
     if not message:
-        message = f"Megatron-LM demands {failed_check(error).removesuffix(' is not None')}"
+        check = failed_check(error).removesuffix(" is not None")
+        missing = re.fullmatch(r"args\.\w+", check)
+        message = f"{check} is missing" if missing else f"Megatron-LM requires {check}"
     if "apply_rope_fusion" in message:  # a field of the configuration, true by default
         message += " Or give --no-rope-fusion."
     return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)

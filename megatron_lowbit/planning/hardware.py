@@ -53,7 +53,7 @@ def gpu(gpu_name: str) -> GPU:
     Raises UserError for a name that the table lacks.
     """
     if gpu_name not in _table():
-        raise UserError(f"--gpu {gpu_name}: not in the table, use {', '.join(_table())}")
+        raise UserError(f"--gpu {gpu_name}: not in hardware.yaml; use one of {', '.join(_table())}")
     row = _table()[gpu_name]
     figures: dict[str, Figure] = {}
     if "like" in row:

@@ -155,7 +155,7 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--attention-backend fast", "invalid value: 'fast'; use one of flash,fused,unfused"),
         ("--moe-layer-freq x", "--moe-layer-freq"),
         ("--hidden-size 65", "--hidden-size % --num-attention-heads == 0"),
-        ("--min-lr 1", "Megatron-LM demands --min-lr <= --lr"),
+        ("--min-lr 1", "Megatron-LM requires --min-lr <= --lr"),
         ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer without"),
         ("--pipeline-model-parallel-size 2", "world size (1) is not divisible"),
         ("--no-position-embedding", "--no-position-embedding is deprecated"),
@@ -212,7 +212,7 @@ def test_arguments_at_which_megatron_exits_are_refused(module):
 
 
 def test_a_missing_argument_is_named():
-    with pytest.raises(UserError, match=r"^Megatron-LM demands --micro-batch-size$"):
+    with pytest.raises(UserError, match=r"^--micro-batch-size is missing$"):
         arguments.parse_arguments(shlex.split("--num-layers 2 --hidden-size 64 --mock-data"))
 
 
@@ -555,7 +555,7 @@ def test_a_check_of_several_lines_without_a_message_is_named():
     with pytest.raises(AssertionError) as refused:
         _check_in_several_lines(args)
     refused.value.args = ()  # which pytest has rewritten
-    assert in_one_line(refused.value) == "Megatron-LM demands --lr is None and --min-lr"
+    assert in_one_line(refused.value) == "Megatron-LM requires --lr is None and --min-lr"
 
 
 def _check_in_several_lines(args):

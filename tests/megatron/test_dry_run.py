@@ -152,7 +152,7 @@ def run(line: str, capsys, ranks: int = 1) -> str:
 def test_recipe_parameters_memory_and_time_are_printed_once(model, capsys):
     shown = run(f"{model} --fp4-recipe nvfp4 {LAYOUTS['PP2'][1]}", capsys, 16)
     assert shown.count("linear layers quantized") == 1
-    assert shown.count("parameters; 16 ranks: TP 1, CP 1, EP 1, PP 2, DP 8") == 1
+    assert shown.count("parameters; world size 16: TP 1, CP 1, EP 1, PP 2, DP 8") == 1
     assert "GiB per rank" in shown and "tokens/s per GPU" in shown
     assert "using world size: 16" in shown and "end of arguments" not in shown
     assert shown.rstrip().endswith("dry run: nothing was trained, nothing was written")
@@ -225,7 +225,7 @@ def test_without_a_recipe_there_is_no_table(capsys):
 
 def test_a_model_that_plans_do_not_cover_says_so(capsys):
     shown = run(f"{LATENT} --fp4-recipe nvfp4", capsys)
-    assert "linear layers quantized" in shown and "parameters; 1 ranks" in shown
+    assert "linear layers quantized" in shown and "parameters; world size 1:" in shown
     assert "memory and time are not planned: --multi-latent-attention" in shown
 
 
@@ -255,7 +255,7 @@ def test_llama_3_405b_takes_no_memory(capsys):
     layer = 16384 * (16384 + 2 * 8 * 128) + 16384 * 16384 + 3 * 16384 * 53248 + 2 * 16384
     whole = 126 * layer + 2 * 128256 * 16384 + 16384
     shown = run(line, capsys, 9216)
-    assert f"{whole:,} parameters; 9216 ranks" in shown.replace("\n", " ")
+    assert f"{whole:,} parameters; world size 9216:" in shown.replace("\n", " ")
 
 
 def test_a_recipe_for_layers_that_the_model_lacks_is_refused(tmp_path, capsys):

@@ -148,5 +148,5 @@ def test_a_short_log_does_not_change_the_plan(capsys):
 def test_a_kind_of_gpu_without_figures_is_refused(capsys):
     line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1"
     line += " --max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --dry-run"
-    with pytest.raises(ValueError, match="--gpu h300: not in the table, use h200"):
+    with pytest.raises(ValueError, match=r"--gpu h300: not in hardware\.yaml; use one of h200"):
         pretrain.main([*words(line), "--gpu", "h300"])

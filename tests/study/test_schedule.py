@@ -89,7 +89,7 @@ def test_the_pace_is_the_planners():
     [job] = jobs_of(Study(arguments=arguments, seeds=[1], runs={"a": ""}), Path("out"), [])
     pace = pace_of(job, "h100")
     assert pace.iterations == 7 and 0 < pace.busy < pace.step < 1
-    with pytest.raises(UserError, match="--gpu h1000: not in the table"):
+    with pytest.raises(UserError, match=r"--gpu h1000: not in hardware\.yaml"):
         pace_of(job, "h1000")
 
 

@@ -223,7 +223,7 @@ def parameter_table(args: Namespace, stages: Sequence[Stage]) -> Table:
         f"EP {args.expert_model_parallel_size}, PP {args.pipeline_model_parallel_size}, "
         f"DP {args.data_parallel_size}"
     )
-    table = Table(title=f"{total:,} parameters; {args.world_size} ranks: {layout}")
+    table = Table(title=f"{total:,} parameters; world size {args.world_size}: {layout}")
     for heading in ("pipeline stage", "blocks", "parameters per rank", "of them in experts"):
         table.add_column(heading, justify="right")
     for number, (blocks, parameters, _) in enumerate(stages):
