@@ -6,6 +6,8 @@ The rest of the script is Megatron-LM's usual one. Datasets and forward pass are
 package here; a script keeps its own.
 """
 
+from functools import partial
+
 import megatron_lowbit.megatron  # noqa: F401  before megatron on a machine without CUDA
 
 # isort: split
@@ -19,6 +21,7 @@ from megatron_lowbit.megatron.arguments import add_recipe_arguments
 from megatron_lowbit.megatron.datasets import provide_datasets
 from megatron_lowbit.megatron.forward_step import forward_step
 from megatron_lowbit.megatron.recipe_hook import use_recipe
+from megatron_lowbit.megatron.run.pipeline import embedding_ranks
 
 
 def main() -> None:
@@ -26,7 +29,13 @@ def main() -> None:
     model_config = gpt_config_from_args(args)
     use_recipe(model_config, args)  # 2: the hook (and 3: the import above)
     container = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+    pretrain(
+        container,
+        provide_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=partial(embedding_ranks, args),
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]
     rows += [megatron_fsdp(args), schedules(args), gemma_layers(args), document_masks(args)]
     rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
-    rows += [positions(args), recomputation(args), experts(args)]
+    rows += [positions(args), recomputation(args), experts(args), pipeline(args)]
     if recipe is None:
         given = {flag for flag in OF_RECIPES if vars(args)[flag[2:].replace("-", "_")]}
         check_without_recipe(given)
@@ -135,6 +135,23 @@ def document_masks(args: Namespace) -> Rows:
     return {
         **{f"{flag} needs {reason}": given for reason, given in reasons.items()},
         lengths: multiple < 1 or args.seq_length % multiple != 0,
+    }
+
+
+def pipeline(args: Namespace) -> Rows:
+    """Return layouts in which two chunks of a stage have the embedding."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if not layout:
+        return {}
+    chunks = PipelineParallelLayerLayout.from_str(layout, stages).layout[0]
+    return {
+        f"--pipeline-model-parallel-layout {layout}: m cannot follow E in another chunk of the "
+        "first stage, as Megatron-LM does not add the gradients of their embeddings": any(
+            LayerType.mtp in chunk for chunk in chunks[1:]
+        )
     }
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils.common_utils import (
@@ -29,6 +28,7 @@ from megatron_lowbit.megatron.run.conversations import (
     conversation_tokenizer,
 )
 from megatron_lowbit.megatron.run.errors import say_on_rank_0
+from megatron_lowbit.megatron.run.pipeline import has_mtp
 
 _Blend = tuple[list[str], list[float] | None]
 _PER_SPLIT = ("train", "valid", "test")
@@ -62,12 +62,6 @@ def provide_datasets(
 
 
 provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron-LM reads it.
-
-
-def has_mtp(args: Namespace, vp_stage: int | None) -> bool:
-    """Return True if this rank's stage has multi-token prediction."""
-    layout = args.pipeline_model_parallel_layout
-    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
 def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:

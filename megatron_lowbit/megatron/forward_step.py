@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_lowbit.data.dataset import beyond_rows
 from megatron_lowbit.data.padding import pad_documents
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.megatron.datasets import has_mtp
+from megatron_lowbit.megatron.run.pipeline import has_mtp
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")

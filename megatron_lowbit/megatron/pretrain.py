@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     from megatron_lowbit.megatron.forward_step import forward_step
     from megatron_lowbit.megatron.recipe_hook import model_config_of
     from megatron_lowbit.megatron.run.checkpoint_guard import CheckpointGuard
+    from megatron_lowbit.megatron.run.pipeline import embedding_ranks
     from megatron_lowbit.megatron.run.short_log import short_log
 
     # Again: torch's context safe_globals, which transformers' Trainer enters as it resumes, takes
@@ -96,7 +98,12 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
         pretrain(
-            container, provide_datasets, model_type, forward_step, store=rendezvous_store(args)
+            container,
+            provide_datasets,
+            model_type,
+            forward_step,
+            get_embedding_ranks=partial(embedding_ranks, args),
+            store=rendezvous_store(args),
         )
 
 
