@@ -114,6 +114,7 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
             --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
             --pytorch-profiler-collect-chakra
         """),
+        "the index of each dataset has them": (True, "--per-dataset-sequences-path"),
         "the models of these scripts have none": (True, """
             --mask-prob --short-seq-prob --vocab-extra-ids --decoder-seq-length
         """),

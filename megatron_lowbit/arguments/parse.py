@@ -164,6 +164,7 @@ def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> Non
         require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
                 "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
     check_loads(args)
+    _check_data(args)
     require(args.dataloader_type != "external", "--dataloader-type external: only a script of "
             "your own has such loaders")  # fmt: skip
     multimodal = "Multimodal" in (args.tokenizer_type or "")
@@ -176,6 +177,21 @@ def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> Non
     require(args.perform_initialization or loads,
             "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
             "values that memory happens to hold")  # fmt: skip
+
+
+def _check_data(args: Namespace) -> None:
+    """Raise UserError for two sources of data, of which Megatron-LM would read one."""
+    parts = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    single = ("--mock-data", "--data-path", "--data-args-path", "--per-split-data-args-path")
+    given = [flag for flag in (*single, *parts) if vars(args)[flag[2:].replace("-", "_")]]
+    require(
+        len(given) < 2 or {*given} <= {*parts},
+        f"{' and '.join(given[:2])}: the data have one source; omit one of them",
+    )
+    require(
+        not args.split or not given or given[0] not in (*parts, single[-1]),
+        f"--split is for one data set of all parts; omit it with {' and '.join(given)}",
+    )
 
 
 def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[str]:

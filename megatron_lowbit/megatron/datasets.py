@@ -1,6 +1,7 @@
 """Megatron-LM's ``datasets_provider``: its own datasets, checked and built from its arguments."""
 
 import dataclasses
+import math
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron.training.utils.common_utils import (
 from megatron_lowbit.data.conversations import Conversations
 from megatron_lowbit.data.dataset import check_dataset, check_part, data_digest
 from megatron_lowbit.data.index_cache import building, cache_folder
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, as_user_error, require
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.megatron.run.conversations import (
     ConversationDataset,
@@ -32,6 +33,7 @@ from megatron_lowbit.megatron.run.pipeline import has_mtp
 
 _Blend = tuple[list[str], list[float] | None]
 _PER_SPLIT = ("train", "valid", "test")
+_PATHS = ("--data-path", *(f"--{name}-data-path" for name in _PER_SPLIT))
 
 
 def provide_datasets(
@@ -77,8 +79,16 @@ def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
 def data_blends(args: Namespace) -> list[_Blend]:
     """Return prefixes and weights of all data sets, for each split; UserError for wrong ones."""
     _check_per_split(args)
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return [part for part in (blend, *(blend_per_split or ())) if part]
+    with as_user_error(f"--data-args-path {args.data_args_path}: does not list data sets"):
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blends = [part for part in (blend, *(blend_per_split or ())) if part]
+    for prefixes, weights in blends:
+        for prefix, weight in zip(prefixes, weights or (), strict=False):
+            is_usable = 0 < weight < math.inf
+            require(
+                is_usable, f"data set {prefix}: its weight {weight} must be positive and finite"
+            )
+    return blends
 
 
 def data_prefixes(args: Namespace) -> list[str]:
@@ -146,13 +156,13 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
 
 
 def _check_per_split(args: Namespace) -> None:
-    """Raise UserError for invalid arguments that name separate datasets for each split.
+    """Raise UserError for arguments that name no dataset, or not one for each split.
 
     Megatron-LM would raise an exception that does not name the argument.
     """
-    for name in _PER_SPLIT:
-        if getattr(args, f"{name}_data_path") == []:
-            raise UserError(f"--{name}-data-path: give a dataset's prefix, or omit it")
+    for flag in _PATHS:
+        given = vars(args)[flag[2:].replace("-", "_")]
+        require(given != [], f"{flag}: give a dataset's prefix, or omit it")
     if args.per_split_data_args_path is None:
         return
     argument = "--per-split-data-args-path"

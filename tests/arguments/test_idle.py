@@ -58,6 +58,7 @@ ALWAYS = [
     (f"{EXPERTS} {HYBRID}", "--moe-layer-freq 2"),
     ("--skip-train", "--profile"),
     ("", "--mask-prob 0.5"),
+    ("", "--per-dataset-sequences-path counts.json"),
 ]
 
 

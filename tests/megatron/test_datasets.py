@@ -195,10 +195,12 @@ def test_parts_with_their_own_datasets(datasets, prefix, short, write_dataset, t
     assert len(train) >= 40 and len(valid) >= 3 and test is None
 
 
-@pytest.mark.parametrize("argument", ["--train-data-path", "--valid-data-path", "--test-data-path"])
-def test_an_argument_of_a_part_that_names_no_dataset(datasets, argument):
-    with pytest.raises(UserError, match=f"^{argument}: give a dataset's prefix, or omit it$"):
-        datasets(argument, 1, 1, 1)
+@pytest.mark.parametrize("part", ["", "train-", "valid-", "test-"])
+def test_an_argument_of_a_part_that_names_no_dataset(datasets, part):
+    with pytest.raises(
+        UserError, match=f"^--{part}data-path: give a dataset's prefix, or omit it$"
+    ):
+        datasets(f"--{part}data-path", 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +231,15 @@ def test_a_file_of_parts_that_does_not_name_datasets(datasets, tmp_path, content
         ("--data-path {} --vocab-size 500", "ids from 0 to 974, the tokenizer 500 ids"),
         ("--data-path {} --padded-vocab-size 974", "up to 974, but .* embedding has 974 rows"),
         ("", "--data-path: give a dataset's prefix, or --mock-data"),
+        ("--data-path 0 {0} 0 {0}", "its weight 0.0 must be positive"),
+        ("--data-path 1 {0} -1 {0}", "its weight -1.0 must be positive"),
+        ("--data-path nan {0} 1 {0}", "its weight nan must be positive"),
+        ("--train-data-path 1 {0} inf {0}", "its weight inf must be positive and finite"),
+        ("--data-args-path /dev/null", "^--data-args-path /dev/null: does not list data sets"),
+        ("--data-path {0} --mock-data", "^--mock-data and --data-path: the data have one source"),
+        ("--data-path {0} --data-args-path {0}", "^--data-path and --data-args-path: the data "),
+        ("--data-args-path {0} --test-data-path {0}", "^--data-args-path and --test-data-path: "),
+        ("--train-data-path {0} --split 1,0,0", "^--split is for .* with --train-data-path$"),
     ],
 )
 def test_data_that_is_missing_or_does_not_fit_is_refused(datasets, prefix, line, message):
