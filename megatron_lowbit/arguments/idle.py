@@ -46,6 +46,7 @@ def _of_models(args: Namespace) -> dict[str, tuple[object, str]]:
             --rotary-scaling-factor --mscale --mscale-all-dim --yarn-beta-fast --yarn-beta-slow
             --yarn-original-max-position-embeddings --no-yarn-correction-range-round-to-int
         """),
+        "the activation is no GELU": (args.swiglu or args.squared_relu, "--openai-gelu"),
         "it needs --window-size": (args.window_size is None, "--window-attn-skip-freq"),
         "it needs --group-query-attention": (
             not args.group_query_attention, "--num-query-groups"

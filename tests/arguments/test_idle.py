@@ -52,6 +52,8 @@ ROWS = [
 ALWAYS = [
     ("--optimizer sgd", "--adam-beta1 0.5"),
     ("--multi-latent-attention", "--add-qkv-bias"),
+    ("--swiglu", "--openai-gelu"),
+    ("--squared-relu", "--openai-gelu"),
     (f"{EXPERTS} --moe-router-load-balancing-type none", "--moe-aux-loss-coeff 0.1"),
     (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "--moe-router-topk-scaling-factor 3"),
     (f"{EXPERTS} --moe-router-score-function sigmoid", "--moe-router-pre-softmax"),

@@ -54,6 +54,17 @@ def test_ignored_arguments_are_applied(fields, changes, factor, activation):
     assert lines == [f"{flag} applied: Megatron-LM ignores it" for flag in expected]
 
 
+def test_an_activation_that_is_no_gelu_stays():
+    silu = torch.nn.functional.silu
+    config = SimpleNamespace(transformer=SimpleNamespace(activation_func=silu))
+    args = Namespace(
+        rope_scaling_factor=8.0, use_rope_scaling=False, openai_gelu=True, bias_gelu_fusion=False,
+        hybrid_layer_pattern=None,
+    )  # fmt: skip
+    assert list(apply_ignored_arguments(config, args)) == []
+    assert config.transformer.activation_func is silu
+
+
 def test_the_approximate_gelu_is_torchs():
     x = torch.linspace(-4, 4, 101)
     torch.testing.assert_close(openai_gelu(x), GELU(x, approximate="tanh"))

@@ -44,7 +44,8 @@ def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]
     if args.use_rope_scaling and factor != args.rope_scaling_factor:
         model_config.rope_scaling_factor = args.rope_scaling_factor
         yield f"--rope-scaling-factor {args.rope_scaling_factor:g} applied: Megatron-LM ignores it"
-    if args.openai_gelu and not args.bias_gelu_fusion:
+    has_gelu = model_config.transformer.activation_func is torch.nn.functional.gelu
+    if args.openai_gelu and not args.bias_gelu_fusion and has_gelu:
         model_config.transformer.activation_func = openai_gelu
         yield "--openai-gelu applied: Megatron-LM ignores it"
     is_hybrid = args.hybrid_layer_pattern is not None and not args.multi_latent_attention
