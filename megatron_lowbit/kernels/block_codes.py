@@ -1,8 +1,9 @@
 """Device functions: codes of FP4 blocks whose scales depend on how their numbers are rounded.
 
 A function takes the 16 lanes of blocks' rows, the blocks' and the tensor's amaxes, and the key and
-numbers of the random words. It returns words of eight codes (two int32), the scales' codes, the
-scales, and the tensor's decode scale, as ``numerics/`` says. Sums are in its order. Where a block
+numbers of the random words. It returns words of eight codes (two int32), or 16 elements in FP32
+where they are written as values, the scales' codes, the scales, and the tensor's decode scale, as
+``numerics/`` says. Sums are in its order. Where a block
 has more numbers, the scales' codes are a pair: of these 16, and the bits of the block's.
 """
 
@@ -12,11 +13,14 @@ import triton.language as tl
 from megatron_lowbit.kernels.elements import (
     abs_bits,
     append_code,
-    code_and_value,
     code_values,
     exact_bf16,
+    known_parts,
     larger,
     round_nearest,
+    round_to_grid,
+    sign_code,
+    signed,
     stochastic_codes,
 )
 from megatron_lowbit.kernels.random_words import philox, random_of
@@ -76,8 +80,6 @@ def _candidate(
             error = larger(error, term)
         else:
             error += term
-    # A block that is not finite has codes of zero.
-    words = tl.where(scale == scale, words[0], 0), tl.where(scale == scale, words[1], 0)
     return words, stored, scale, _over_rows(error, BELOW, S.block_rows, SELECTION)
 
 
@@ -123,7 +125,6 @@ def _quartet2_candidate(
             code, value = _rounded(scaled, drawn, i, S)
         else:
             code, value = _rounded(_above_ties(scaled), drawn, i, S)
-        code, value = _known(scaled, code, value)
         words = append_code(words, code, i, 4)
         term = value * step - tl.abs(lanes[i])
         error = term * term if i == 0 else error + term * term
@@ -139,9 +140,9 @@ def ms_eden_quartet2(
     tensor_scale = _tensor_scale(amax, OPTIONS)
     base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
     _, scale = _positive_scale(base, tensor_scale, S)
-    words, correction = _corrected_codes(lanes, scale * tensor_scale, S, False)
+    outs, correction = _corrected_codes(lanes, scale * tensor_scale, S, False)
     stored, scale = _drawn_scale(scale * correction, key, group, row, S)
-    return words, stored, scale, tensor_scale
+    return outs, stored, scale, tensor_scale
 
 
 @triton.jit
@@ -152,10 +153,10 @@ def ms_eden_torchao(lanes, block_amax, amax, key, group, row, BELOW: tl.constexp
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     base = finite_or_nan(block_amax * SIXTH * s_enc, block_amax)
     _, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
-    words, correction = _corrected_codes(lanes, quotient(1.0, scale * s_dec), S, True)
+    outs, correction = _corrected_codes(lanes, quotient(1.0, scale * s_dec), S, True)
     corrected = tl.where(scale == 0.0, 0.0, scale * correction)
     stored, scale = _drawn_scale(corrected, key, group, row, S)
-    return words, stored, scale, s_dec
+    return outs, stored, scale, s_dec
 
 
 @triton.jit
@@ -179,8 +180,7 @@ def tetrajet2(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: 
     step, words = outer * scale, ()
     for i in tl.static_range(16):
         scaled = tl.where(lanes[i] == 0.0, lanes[i], tl.div_rn(lanes[i], step))
-        code, value = _rounded(scaled, drawn, i, S)
-        code, value = _known(scaled, code, value)
+        code, _ = _rounded(scaled, drawn, i, S)
         words = append_code(words, code, i, 4)
     bits = tl.where(outer == outer, outer.to(tl.int32, bitcast=True), 0x7FC00000)
     return words, (stored, bits), scale, 1.0
@@ -190,17 +190,19 @@ def tetrajet2(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: 
 def _corrected_codes(lanes, step, S: tl.constexpr, TORCHAO: tl.constexpr):
     """Round lanes over ``step``, or times it, to nearest; return the correction of scales, too."""
     E: tl.constexpr = S.element
-    words, squares, products = (), step, step
+    outs, squares, products = (), step, step
     for i in tl.static_range(16):
         if TORCHAO:
             scaled = lanes[i] * step
-            code, value = code_and_value(scaled, scaled, E, False)
+            magnitude, sign = known_parts(scaled)
         else:
             scaled = tl.div_rn(lanes[i], step)
-            above = _above_ties(scaled)
-            code, value = code_and_value(above, above, E, False)
-        code, value = _known(scaled, code, value)
-        words = append_code(words, code, i, 4)
+            magnitude, sign = known_parts(_above_ties(scaled))
+        code, value = round_to_grid(magnitude, magnitude, E, False)
+        if S.values:
+            outs = outs + (signed(value, sign),)
+        else:
+            outs = append_code(outs, code | sign_code(sign, E), i, 4)
         size = tl.abs(scaled)
         if i == 0:
             squares, products = size * size, size * value
@@ -208,7 +210,7 @@ def _corrected_codes(lanes, step, S: tl.constexpr, TORCHAO: tl.constexpr):
             squares, products = tl.fma(size, size, squares), tl.fma(size, value, products)
         else:
             squares, products = squares + size * size, products + size * value
-    return words, tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
+    return outs, tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
 
 
 @triton.jit
@@ -248,13 +250,6 @@ def _positive_scale(base, tensor_scale, S: tl.constexpr):
 
 
 @triton.jit
-def _known(scaled, code, value):
-    """Return code and value, zeros for NaN: a zero over a step of zero, or what is not finite."""
-    known = scaled == scaled
-    return tl.where(known, code, 0), tl.where(known, value, 0.0)
-
-
-@triton.jit
 def _above_ties(x):
     """Raise magnitudes whose last bit is 0: ties, which are even, round away from zero."""
     return (x.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
@@ -262,13 +257,18 @@ def _above_ties(x):
 
 @triton.jit
 def _rounded(x, drawn, i: tl.constexpr, S: tl.constexpr):
-    """Round the i-th lanes of blocks; return codes, and their magnitudes."""
+    """Round the i-th lanes of blocks; return codes, and their magnitudes.
+
+    They are zeros for NaN: a zero over a step of zero, or what is not finite.
+    """
     E: tl.constexpr = S.element
     BITS: tl.constexpr = E.random_bits
     random = x
     if S.stochastic:
         random = random_of(drawn, i, BITS)
-    return code_and_value(x, random, E, S.stochastic)
+    magnitude, sign = known_parts(x)
+    code, value = round_to_grid(magnitude, random, E, S.stochastic)
+    return code | sign_code(sign, E), value
 
 
 @triton.jit
@@ -300,12 +300,14 @@ def _sum_rows(x, A: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def bf16_of_words(words, scale, E: tl.constexpr):
-    """Decode words of codes of 4 bits times their scales to BF16, as 16 tensors."""
+def bf16_of(outs, scale, E: tl.constexpr):
+    """Return 16 elements, or those of words of codes, times their scales in BF16."""
     values = ()
     for i in tl.static_range(16):
-        code = words[i // 8] >> i % 8 * 4
-        sign = (code << 28) & -0x80000000
-        bits = code_values(code & 7, E).to(tl.int32, bitcast=True) | sign
-        values = values + (exact_bf16(bits.to(tl.float32, bitcast=True) * scale, E),)
+        if len(outs) == 2:
+            code = outs[i // 8] >> i % 8 * 4
+            value = signed(code_values(code & 7, E), (code << 28) & -0x80000000)
+        else:
+            value = outs[i]
+        values = values + (exact_bf16(value * scale, E),)
     return values

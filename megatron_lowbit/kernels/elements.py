@@ -102,13 +102,14 @@ def encode(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """
     if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
         return _cast(x, E).to(tl.uint8, bitcast=True).to(tl.int32)
-    elif HARDWARE_CASTS and E.nan_code == 0:
-        # NaN is positive as it comes from a multiplication; the larger of it and 0 is 0.
-        code, _ = round_to_grid(tl.maximum(tl.abs(x), 0.0), random, E, STOCHASTIC)
-        return code | _sign_bit(x, E)
+    elif E.nan_code == 0:
+        magnitude, sign = known_parts(x)
+        code, _ = round_to_grid(magnitude, random, E, STOCHASTIC)
+        return code | sign_code(sign, E)
     else:
         code, _ = round_to_grid(x, random, E, STOCHASTIC)
-        return tl.where(x != x, E.nan_code, code | _sign_bit(x, E))
+        sign = x.to(tl.int32, bitcast=True)
+        return tl.where(x != x, E.nan_code, code | sign_code(sign, E))
 
 
 @triton.jit
@@ -123,10 +124,23 @@ def round_to_grid(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def code_and_value(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Round x, not NaN, to an element of 4 bits; return its code (int32) and its magnitude."""
-    code, value = round_to_grid(x, random, E, STOCHASTIC)
-    return code | _sign_bit(x, E), value
+def known_parts(x):
+    """Return the magnitude of x and its sign bit (int32), zeros for a NaN.
+
+    On a GPU a NaN comes from an operation, and is positive; the larger of it and 0 is 0.
+    """
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    if HARDWARE_CASTS:
+        return tl.maximum(tl.abs(x), 0.0), sign
+    else:
+        known = x == x
+        return tl.where(known, tl.abs(x), 0.0), tl.where(known, sign, 0)
+
+
+@triton.jit
+def signed(magnitude, sign):
+    """Give an FP32 magnitude its sign bit (int32)."""
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -147,8 +161,7 @@ def rounded(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
         return _cast(x, E).to(tl.float32)
     else:
         _, magnitude = round_to_grid(x, random, E, STOCHASTIC)
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000
-        return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return signed(magnitude, x.to(tl.int32, bitcast=True) & -0x80000000)
 
 
 @triton.jit
@@ -215,8 +228,9 @@ def append_code(words, code, i: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _sign_bit(x, E: tl.constexpr):
-    return (x.to(tl.int32, bitcast=True) >> (32 - E.bits)) & (1 << (E.bits - 1))
+def sign_code(bits, E: tl.constexpr):
+    """Return the sign in the top bit of E's width; it is that of ``bits`` (int32)."""
+    return (bits >> (32 - E.bits)) & (1 << (E.bits - 1))
 
 
 @triton.jit

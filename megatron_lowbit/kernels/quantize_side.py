@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowbit.kernels.amax import delayed_amax
-from megatron_lowbit.kernels.block_codes import bf16_of_words
+from megatron_lowbit.kernels.block_codes import bf16_of
 from megatron_lowbit.kernels.elements import (
     abs_bits,
     append_code,
@@ -44,11 +44,15 @@ def lanes_side(
         quantize_block(lanes, 0, r, group, row_number, R, amax, side, first_program, WIDE, S,
                        TRANSPOSED, EVEN)  # fmt: skip
     else:
-        # A loop, for Triton's sake: compiled once, and apart from the transform.
-        for first in range(0, P, BLOCK):
-            quantize_block(lanes, first, r, group, row_number, R, amax, side, first_program, WIDE,
-                           S, TRANSPOSED, EVEN)  # fmt: skip
-            lanes = lanes[BLOCK:] + lanes[:BLOCK]
+        # Loops, for Triton's sake: compiled once for many blocks, and apart from the transform.
+        # Two, as each block moves the lanes that its loop holds.
+        HALF: tl.constexpr = P // 2
+        for half in tl.static_range(0, P, HALF):
+            rest = lanes[half : half + HALF]
+            for first in range(half, half + HALF, BLOCK):
+                quantize_block(rest, first, r, group, row_number, R, amax, side, first_program,
+                               WIDE, S, TRANSPOSED, EVEN)  # fmt: skip
+                rest = rest[BLOCK:] + rest[:BLOCK]
 
 
 @triton.jit
@@ -87,7 +91,7 @@ def quantize_block(
             lanes, block_amax, amax, side.key, group_number, row_number, BELOW, S
         )
         if S.values:
-            outs = bf16_of_words(outs, scale, E)
+            outs = bf16_of(outs, scale, E)
     else:
         stored, factor, scale, decode = SCALES(block_amax, amax, E, OPTIONS)
         if S.fold is not None:

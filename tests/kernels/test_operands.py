@@ -29,6 +29,7 @@ EXACT = {name: format for name, format in FORMATS.items() if format.exact_in_bf1
 EXACT["nvfp4 4/6"] = FORMATS["nvfp4"].with_options(four_over_six="mse", max_scale=256)
 EXACT["ue5m3 one level"] = FORMATS["nvfp4-ue5m3"].with_options(tensor_scaled=False)
 EXACT["nvfp4 rows"] = FORMATS["nvfp4"].with_options(row_scaled=True)
+EXACT["ms-eden torchao"] = FORMATS["ms-eden"].with_options(arithmetic="torchao")
 EXACT["nvfp4-2d 4/6"] = FORMATS["nvfp4-2d"].with_options(four_over_six="mae")
 
 
@@ -48,7 +49,8 @@ def test_which_formats_are_exact():
     """Power-of-two scales, NVFP4's, and a scale for the tensor; no others."""
     names = {name for name in EXACT if not name.startswith(("mx", "fp8-tensor"))} - POW2.keys()
     scales = {"nvfp4", "nvfp4-2d", "nvfp4-ue5m3", "nvfp4-ue5m3-2d", "quartet2", "ms-eden"}
-    assert names == scales | {"nvfp4 4/6", "nvfp4-2d 4/6", "nvfp4 rows", "ue5m3 one level"}
+    options = {"nvfp4 4/6", "nvfp4-2d 4/6", "nvfp4 rows", "ue5m3 one level", "ms-eden torchao"}
+    assert names == scales | options
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -138,7 +140,8 @@ def test_what_is_not_finite_is_not_a_number(value):
     x = values(32, 128)
     x[3, 5] = value
     tiles = ("fp8-1x128-e4m3 64", "fp8-128x128-e5m2 16")
-    for name in ("nvfp4", "nvfp4-ue5m3", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles):
+    blocks = ("nvfp4", "nvfp4-ue5m3", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles)
+    for name in (*blocks, "nvfp4 4/6", "quartet2", "ms-eden", "ms-eden torchao"):
         quantizer = Quantizer(EXACT[name])
         expected = quantizer(x).dequantize()
         at_once, _ = quantize_both(x, Request(quantizer), None, forms=(Form.BF16, Form.CODES))
@@ -151,8 +154,8 @@ WHOLE_AT_ONCE = ("nvfp4", "mxfp8-e4m3")
 AT_ONCE = [
     ("nvfp4", None), ("nvfp4", Hadamard(16)), ("mxfp8-e4m3", None), ("mxfp4-2d", None),
     ("nvfp4 4/6", Hadamard(128)), ("nvfp4-2d 4/6", None), ("ms-eden", Hadamard(128)),
-    ("nvfp4-ue5m3", Hadamard(16)), ("nvfp4-ue5m3-2d", None), ("fp8-1x128-e4m3 16", None),
-    ("fp8-128x128-e5m2 64", None),
+    ("ms-eden torchao", Hadamard(32)), ("nvfp4-ue5m3", Hadamard(16)), ("nvfp4-ue5m3-2d", None),
+    ("fp8-1x128-e4m3 16", None), ("fp8-128x128-e5m2 64", None),
 ]  # fmt: skip
 
 
