@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import MODELS, SIZES, TOKENS, config_of, save, weights
+from tiny_models import MODELS, SIZES, TOKENS, config_of, make_model, save, weights
 
 from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
 from megatron_lowbit.conversion.convert import COMPANIONS, to_hugging_face, to_megatron
 from megatron_lowbit.conversion.families import from_config
-from megatron_lowbit.conversion.verify import verify
+from megatron_lowbit.conversion.verify import verify, wrong_weight
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.run import workarounds
 from megatron_lowbit.megatron.run.records import OF_THE_MODEL, changes
@@ -264,6 +264,23 @@ def test_verify_loads_the_biases_of_the_router(sources, tmp_path):
     to_megatron(sources["deepseek-v3"], tmp_path / "there")
     difference, largest = verify(sources["deepseek-v3"], tmp_path / "there")
     assert difference <= 1e-5 * largest
+
+
+def test_verify_of_experts_of_any_width(tmp_path):
+    """torch's grouped GEMM, of transformers' default, refuses rows of no multiple of 16 bytes."""
+    make_model("qwen3-moe", moe_intermediate_size=33).save_pretrained(tmp_path / "source")
+    to_megatron(tmp_path / "source", tmp_path / "there")
+    difference, largest = verify(tmp_path / "source", tmp_path / "there")
+    assert difference <= 1e-5 * largest
+    to_hugging_face(tmp_path / "there", tmp_path / "back")
+    assert wrong_weight(tmp_path / "back", None) is None
+
+
+def test_verify_names_a_model_that_transformers_cannot_compute(sources, tmp_path, monkeypatch):
+    to_megatron(sources["llama"], tmp_path / "there")
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda *_, **__: [][0])
+    with pytest.raises(UserError, match=r"^--verify: transformers cannot compute .*\(IndexError: "):
+        verify(sources["llama"], tmp_path / "there")
 
 
 def test_old_names_of_gpt2(sources, tmp_path):
