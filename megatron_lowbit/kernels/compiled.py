@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lowbit.errors import say
+from megatron_lowbit.errors import UserError, say
+from megatron_lowbit.folders import check_folder
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.numerics.quantizer import Arithmetic
 from megatron_lowbit.numerics.randomness import uniform
@@ -33,6 +34,7 @@ def missing_compiler() -> str | None:
     """Return the reason why torch.compile cannot build C++ here, or None where it can."""
     # The compiler takes a second to import, which each rank of each run would spend at its start.
     from torch._inductor import cpp_builder, exc
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     try:
         cpp_builder.get_cpp_compiler()
@@ -41,6 +43,10 @@ def missing_compiler() -> str | None:
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         return f"no Python.h in {headers} (install Python's headers for fused quantization)"
+    try:
+        check_folder("torch's cache", cache_dir())
+    except (UserError, OSError) as error:
+        return f"{error} (set TORCHINDUCTOR_CACHE_DIR for fused quantization)"
     return None
 
 

@@ -62,9 +62,13 @@ class FolderLock:
             raise
 
     def close(self) -> None:
-        """Release the folder, and remove the file while no other process can have the lock."""
-        if self._is_mine and self._is_current():  # A requeued start may have taken the folder over.
-            self._file.unlink(missing_ok=True)
+        """Release the folder, and remove the file while no other process can have the lock.
+
+        A file that cannot be removed, as after a disk's errors, is free and hides no other error.
+        """
+        with suppress(OSError):
+            if self._is_mine and self._is_current():  # Not taken over by a requeued start.
+                self._file.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def _open(self) -> int:

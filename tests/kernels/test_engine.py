@@ -43,6 +43,10 @@ def test_missing_compiler_in_words(monkeypatch, tmp_path):
     assert "Python.h" in compiled.missing_compiler()
     (tmp_path / "Python.h").touch()
     assert compiled.missing_compiler() is None
+    for place in (tmp_path / "Python.h", tmp_path / "Python.h" / "cache"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(place))
+        assert "Python.h" in compiled.missing_compiler()
+        assert "(set TORCHINDUCTOR_CACHE_DIR " in compiled.missing_compiler()
 
 
 def test_other_devices():

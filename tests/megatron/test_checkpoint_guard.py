@@ -1,5 +1,6 @@
 """Verification and records of checkpoints in a run."""
 
+import os
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +153,15 @@ def test_links_that_a_run_would_write_through_are_refused(saved, tmp_path, name)
     with pytest.raises(UserError, match=f"{saved / name}: a link is not written; delete it"):
         take(saved)
     assert not (tmp_path / "victim").exists() and not (saved / ".lock").exists()
+
+
+@pytest.mark.parametrize("name", [files.TRACKER, "metrics.jsonl", "progress.txt"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_a_run_cannot_write_later_is_refused_at_its_start(saved, name, make):
+    (saved / name).unlink(missing_ok=True)
+    make(saved / name)
+    with pytest.raises(UserError, match=f"{saved / name}: in the way; move it"):
+        take(saved)
 
 
 def test_metrics_of_another_program_are_refused(saved):

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,11 +71,31 @@ def test_a_save_that_cannot_write_names_the_file(tmp_path, is_distributed):
         raise failure(error) if is_distributed else error
 
 
+def test_ctrl_c_during_a_save_stays_ctrl_c(tmp_path):
+    """torch's writer in C++ raises an error of its own as it is closed."""
+
+    def chunks() -> Iterator:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise WRITER  # noqa: B904  with its context
+        yield
+
+    save_without_another_process()
+    writer = filesystem_async.FileSystemWriterAsync(tmp_path)
+    bucket = (str(tmp_path / "file"), "file", (chunks(), []))
+    with pytest.raises(KeyboardInterrupt):
+        writer.write_preloaded_data_multithread(writer.transforms, False, 1, [bucket], None)
+
+
 @pytest.mark.parametrize("name", [None, "runs/mine/.metadata"])
 def test_other_files_of_a_save_that_cannot_be_written(name):
     ended = pytest.raises(TrainingError, match=f"{name or 'runs'}: Input/output error$")
     with ended, translate_save_errors("runs"):
         raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+    ended = pytest.raises(TrainingError, match="save the checkpoint: a: full")
+    with ended, translate_save_errors("runs"):
+        raise UserError("a: full")  # as all ranks report a failure of one of them
 
 
 def test_memory_that_does_not_suffice():

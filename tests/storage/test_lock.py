@@ -117,6 +117,17 @@ def test_a_file_that_cannot_be_made_anew(tmp_path, held, monkeypatch):
         FolderLock(tmp_path)
 
 
+def test_a_file_that_cannot_be_removed_hides_no_other_error(tmp_path, monkeypatch):
+    def refuse(path: Path, missing_ok: bool) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    lock = FolderLock(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        lock.close()
+    take(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "[" * 5000, "\0\xff", '{"host": 1}',
                 '{"host": "\\u001b[2J", "process": 1, "slurm_restarts": 0}']

@@ -89,6 +89,8 @@ class CheckpointGuard:
                     for name in _WRITTEN_IN_PLACE:
                         path = folder / name
                         require(not path.is_symlink(), f"{path}: a link is not written; delete it")
+                        is_usual = path.is_dir() if name == _NON_PERSISTENT else path.is_file()
+                        require(is_usual or not path.exists(), f"{path}: in the way; move it")
                     files.settle_replaced(folder)
                     files.delete_unfinished(folder)
                     files.check_foreign(folder)
@@ -118,12 +120,12 @@ class CheckpointGuard:
         directory: Path | None = Path(self._args.save)
         if settings.get("non_persistent_ckpt"):
             directory = _non_persistent_directory(self._args)
-        with raise_on_all_ranks("save into", directory or Path(self._args.save)):
-            if (writer := get_tensorboard_writer()) is not None:
-                writer.flush()
-            if self._recorder is not None and directory is not None:
-                self._recorder.begin_save(files.iteration_directory(directory, iteration))
         with translate_save_errors(directory or Path(self._args.save)):
+            with raise_on_all_ranks("save into", directory or Path(self._args.save)):
+                if (writer := get_tensorboard_writer()) is not None:
+                    writer.flush()
+                if self._recorder is not None and directory is not None:
+                    self._recorder.begin_save(files.iteration_directory(directory, iteration))
             self._upstream_save(iteration, *arguments, **settings)
 
     def close(self) -> None:

@@ -200,6 +200,8 @@ def translate_save_errors(directory: Path | str) -> Iterator[None]:
     """Raise TrainingError where a save cannot write; it names the file, or else the directory."""
     try:
         yield
+    except UserError as error:
+        raise TrainingError(f"cannot save the checkpoint: {error}") from error
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         cause = error_behind(error, OSError)
         if isinstance(cause, OSError) and not isinstance(cause, ConnectionError):

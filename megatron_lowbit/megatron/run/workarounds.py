@@ -113,7 +113,7 @@ def save_without_another_process() -> None:
 
     Megatron-LM starts a process for this queue, which imports torch at the first save and remains
     where the run is killed. It returns only the class of a writer's error, to whose message this
-    adds the file and the reason.
+    adds the file and the reason. Ctrl-C, which torch's writer turns into an error, stays Ctrl-C.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -124,6 +124,8 @@ def save_without_another_process() -> None:
     def write(*args: Any, write_bucket: Any, **kwargs: Any) -> Any:
         written = upstream(*args, write_bucket=write_bucket, **kwargs)
         if isinstance(error := written[1], Exception):
+            if (interrupt := error_behind(error, KeyboardInterrupt)) is not None:
+                raise interrupt
             # torch's writer in C++ hides the OSError behind an exception of its own.
             cause = error_behind(error, OSError)
             raise RuntimeError(f"{write_bucket[0]}: {cause.strerror if cause else error}")
