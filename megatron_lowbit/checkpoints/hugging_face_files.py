@@ -74,8 +74,12 @@ class Folder:
         if missing := sorted(f for f in set(self.file_of.values()) if not (path / f).is_file()):
             raise UserError(f"{path / missing[0]} is missing: {INDEX} names it")
         for file in sorted(set(self.file_of.values())):
-            with self._open(file):  # The length of a valid head is right.
+            with self._open(file) as opened:  # The length of a valid head is right.
                 _check_keys(path / file)
+                for name in sorted(self.file_of.keys() & opened.keys()):
+                    other = self.file_of[name]  # transformers may take either
+                    where = f"{path / file}: holds {name}, which {INDEX} says is in {other}"
+                    require(other == file, f"{where}; remove one of them")
         self._stored_in = self.file_of
 
     def leave_out(self, starts: tuple[str, ...]) -> int:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_llama import CONFIG, refused, write_llama
 from training_runs import change_args
 
@@ -81,6 +82,14 @@ def test_a_file_with_two_tensors_of_a_name(source):
     )
     file.write_bytes(len(head).to_bytes(8, "little") + head + data)
     refused(source, r"0\.safetensors: not valid JSON \(a second key 'lm_head\.weight'\)")
+
+
+def test_a_tensor_in_two_files(source):
+    """transformers reads both files, whatever the index says."""
+    write_llama(source, shard_bytes=20_000)
+    tensors = load_file(source / "0.safetensors") | {HEAD: torch.zeros(100, 32)}
+    save_file(tensors, source / "0.safetensors")
+    refused(source, rf"0\.safetensors: holds {HEAD}, which .*index\.json says is in \d\.safet")
 
 
 def test_a_tensor_that_the_index_has_and_the_file_has_not(source):
