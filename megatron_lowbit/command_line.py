@@ -176,6 +176,10 @@ class CommandLine:
         """Return the attributes that the arguments set."""
         return {self._destinations[flag] for flag, *_ in self._entries}
 
+    def flags(self) -> list[str]:
+        """Return the names of the arguments, each once."""
+        return list(dict.fromkeys(flag for flag, *_ in self._entries))
+
     def text(self, flag: str) -> str:
         """Return the argument as it was given last, such as ``--seq-length 512``."""
         return " ".join(next(e for e in reversed(self._entries) if self._same(e, flag)))

@@ -4,12 +4,41 @@ Megatron-LM reads them only together with other arguments. What looks as if it h
 model is refused instead, in ``layer_compatibility.py``.
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_lowbit.command_line import CommandLine
 
 _ROTARY = ("rope", "yarn", "mrope")
+_NEVER_READ = {
+    reason: re.compile("--(" + re.sub(r"\s+", "|", flags.strip()) + ")")
+    for reason, flags in {
+        "it is of Megatron-LM's inference": r"""
+            inference-(?!rng-tracker$).* mamba-inference-.* decode-only-cuda-graphs
+            enable-chunked-prefill max-tokens-to-oom mlp-chunks-for-prefill
+            nccl-all-reduce-for-prefill output-bert-embeddings use-legacy-static-engine
+            use-same-sampling-seed-across-dp-ranks
+        """,
+        "reinforcement learning is not in Megatron-LM's package": """
+            rl-.* grpo-.* langrl-env-config
+        """,
+        "training does not read a teacher's logits": "logits-load-.*",
+        "training does not restart within its process": "inprocess-.*",
+        "these scripts train no model that has it": """
+            biencoder-.* ict-.* bert-.* retriever-.* indexer-.* dino-.* vision-.* mask-.*
+            relative-attention-.* titles-data-path evidence-data-path block-data-path embedding-path
+            query-in-block-prob use-one-sent-docs num-classes img-[hw] num-channels patch-dim
+            classes-fraction data-per-class-fraction head-lr-mult swin-backbone-type iter-per-epoch
+            short-seq-prob vocab-extra-ids decoder-seq-length decoder-num-layers
+        """,
+        "no code of Megatron-LM reads it": """
+            exit-signal-handler-for-dataloader use-flash-attn onnx-safe use-mcore-models
+            dist-ckpt-save-pre-mcore-014 enable-full-sharding-in-hsdp
+        """,
+    }.items()
+}
+"""Arguments of other programs than these scripts, by the reason."""
 
 
 def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
@@ -17,15 +46,17 @@ def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
 
     ``args`` are the arguments of the command line, before Megatron-LM's validation.
     """
+    for reason, pattern in _NEVER_READ.items():
+        if given := [flag for flag in words.flags() if pattern.fullmatch(flag)]:
+            yield f"{', '.join(given)}: without effect, {reason}"
     has_experts = args.num_experts is not None
     table = _of_models(args) | _of_runs(args) | (_of_experts(args) if has_experts else {})
     for reason, (is_idle, flags) in table.items():
         given = [flag for flag in flags.split() if flag in words] if is_idle else []
         if given:
             yield f"{', '.join(given)}: without effect, {reason}"
-    names = sorted(name for name in words.destinations() if name.startswith("moe_"))
-    if names and not has_experts:
-        given = [f"--{name.replace('_', '-')}" for name in names]
+    given = [flag for flag in words.flags() if words.destination(flag).startswith("moe_")]
+    if given and not has_experts:
         yield f"{', '.join(given)}: without effect, the model has no experts"
 
 
@@ -106,6 +137,7 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
         "it needs --decoupled-lr": (args.decoupled_lr is None, "--decoupled-min-lr"),
         "it needs --fim-data": (not args.fim_data, """
             --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
+            --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
         """),
         "it needs --profile": (not args.profile, """
             --use-pytorch-profiler --profile-step-start --profile-step-end --nvtx-ranges
@@ -116,9 +148,6 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
             --pytorch-profiler-collect-chakra
         """),
         "the index of each dataset has them": (True, "--per-dataset-sequences-path"),
-        "the models of these scripts have none": (True, """
-            --mask-prob --short-seq-prob --vocab-extra-ids --decoder-seq-length
-        """),
     }  # fmt: skip
 
 

@@ -36,6 +36,9 @@ _REFUSED = {
     "--adlr-autoresume": "its module userlib is not public; omit it",
     "--checkpoint-activations": "Megatron-LM has removed it; give --recompute-activations",
     "--hybrid-context-parallel": "sequences of several lengths are not supported, omit it",
+    "--inprocess-restart": "training does not restart within its process; let torchrun restart it",
+    "--perform-rl-step": "its module megatron.rl is not in Megatron-LM's package; omit it",
+    "--vision-pretraining": "these scripts train language models; omit it",
     # With these Megatron-LM 0.19.2 ends every run in an error of Python.
     "--config-logger-dir": "Megatron-LM cannot write the process groups of its models; omit it",
     "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",

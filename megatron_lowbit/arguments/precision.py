@@ -70,7 +70,7 @@ _REPLACED = {
     "bf16_blocks of the recipe take its place": " ".join(BF16_BLOCKS),
     "amax_history of fp8-delayed takes its place":
         "--fp8-amax-history-len --fp8-amax-compute-algo",
-    "wgrad of fp8-delayed takes its place": "--no-fp8-wgrad",
+    "wgrad of the recipe takes its place": "--no-fp8-wgrad",
     "the recipes' scales have no margin": "--fp8-margin",
     "the recipes update scales in every iteration": "--fp8-interval",
     "output_layer of the recipe takes its place": "--fp8-output-proj",

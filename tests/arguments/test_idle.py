@@ -1,11 +1,21 @@
 """Arguments that nothing reads in a run are printed; those that something reads are not."""
 
+import re
 import shlex
+from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 
+import megatron_lowbit.megatron  # before megatron
+
+# isort: split
+import megatron.core
+from megatron.training.arguments import add_megatron_arguments
+
 from megatron_lowbit.arguments import front_parser
 from megatron_lowbit.arguments.idle import idle_arguments
+from megatron_lowbit.arguments.parse import _REFUSED
 from megatron_lowbit.arguments.parser import read_command_line
 
 PARSER = front_parser()
@@ -37,7 +47,7 @@ ROWS = [
     ("--lr-wsd-decay-iters 5", "--lr-decay-style WSD"),
     ("--lr-warmup-init 0.1", "--lr-warmup-iters 5"),
     ("--decoupled-min-lr 0.1", "--decoupled-lr 0.2"),
-    ("--fim-rate 0.1", "--fim-data"),
+    ("--fim-rate 0.1 --fim-eod-token x", "--fim-data"),
     ("--use-pytorch-profiler --profile-step-end 20", "--profile --tensorboard-dir board"),
     ("--pytorch-profiler-collect-shapes", "--profile --use-pytorch-profiler --tensorboard-dir b"),
     ("--moe-router-topk 1", EXPERTS),
@@ -60,8 +70,13 @@ ALWAYS = [
     (f"{EXPERTS} {HYBRID}", "--moe-layer-freq 2"),
     ("--skip-train", "--profile"),
     ("", "--mask-prob 0.5"),
+    ("", "--rl-generation-lag 2"),
     ("", "--per-dataset-sequences-path counts.json"),
 ]
+
+TRANSLATED = ("encoder_num_layers", "encoder_seq_length", "no_weight_decay_cond_type", "batch_size",
+              "recompute_activations", "num_virtual_stages_per_pipeline_rank")  # fmt: skip
+"""Attributes that Megatron-LM's validation refuses, or writes into others."""
 
 
 def lines(line):
@@ -81,6 +96,26 @@ def test_an_argument_that_a_part_does_not_have(model, idle):
     (line,) = lines(f"{model} {idle}")
     assert line.startswith(f"{idle.split()[0]}: without effect, "), line
     assert lines(model) == []
+
+
+def test_arguments_that_no_code_of_megatron_lm_reads():
+    """An attribute that only its parser names has a line, or is refused or turned into another."""
+    elsewhere = "training/(arguments|yaml_arguments|inprocess_restart|config/.*)|core/(inference|"
+    elsewhere += "export|models/(T5|bert|vision|multimodal|mimo)|datasets/retro)/.*"
+    sources = Path(megatron.core.__file__).parents[1]
+    files = [*sources.rglob("*.py"), *Path(megatron_lowbit.__file__).parent.rglob("*.py")]
+    files = [file for file in files if not re.search(rf"({elsewhere})\.py$", str(file))]
+    read = {word for file in files for word in re.findall(r"""[."'](\w+)""", file.read_text())}
+    actions = add_megatron_arguments(ArgumentParser(allow_abbrev=False))._actions
+    unread = [action for action in actions if action.dest not in read]
+    for action in unread:
+        flag = action.option_strings[0]
+        if action.dest.endswith("_deprecated") or {action.dest, flag} & {*TRANSLATED, *_REFUSED}:
+            continue
+        value = [] if action.nargs == 0 else [str((action.choices or "1")[0])]
+        (line,) = idle_arguments(*read_command_line(PARSER, [flag, *value]))
+        assert line.startswith(f"{flag}: without effect, ")
+    assert len(unread) > 100
 
 
 def test_presets_have_no_idle_arguments():
