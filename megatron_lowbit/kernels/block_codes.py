@@ -301,7 +301,7 @@ def _sum_rows(x, A: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def bf16_of(outs, scale, E: tl.constexpr):
-    """Return 16 elements, or those of words of codes, times their scales in BF16."""
+    """Return 16 elements times their scales in BF16; ``outs`` may have them as words of codes."""
     values = ()
     for i in tl.static_range(16):
         if len(outs) == 2:

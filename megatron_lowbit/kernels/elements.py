@@ -229,7 +229,7 @@ def append_code(words, code, i: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def sign_code(bits, E: tl.constexpr):
-    """Return the sign in the top bit of E's width; it is that of ``bits`` (int32)."""
+    """Move the top bit of ``bits`` (int32), the sign, to the top of E's width."""
     return (bits >> (32 - E.bits)) & (1 << (E.bits - 1))
 
 

@@ -122,7 +122,7 @@ def test_numbers_of_which_megatron_takes_0_for_absent_are_not_0(parser):
         ("--log-interval 0", "--log-interval 0: must be an integer from 1"),
         ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0: must be an integer from 1"),
         ("--exit-interval 0", "--exit-interval 0: must be an integer from 1"),
-        ("--save new --save-interval 0", "Megatron-LM demands --save-interval > 0"),
+        ("--save new --save-interval 0", "Megatron-LM requires --save-interval > 0"),
         ("--eval-interval 0", "--eval-interval 0: must be an integer from 1"),
         ("--lr-wsd-decay-iters -1", "--lr-wsd-decay-iters -1: must be an integer from 0"),
         ("--rotary-percent 5", "--rotary-percent 5.0: must be greater than 0 and at most 1"),
