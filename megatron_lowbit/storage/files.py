@@ -36,6 +36,7 @@ FORMAT_VERSION = 3
 _SHOWN = 5
 _DIGITS = 18
 """The most in a tracker file, so that the checkpoint's folder can have the name."""
+_ITERATION = re.compile(r"iter_(\d{7,})", re.A)
 _UNFINISHED = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp", re.A)
 """Files that torch writes before ``.metadata``, without which they cannot be read."""
 
@@ -56,7 +57,7 @@ def iteration_directory(directory: Path, iteration: int) -> Path:
 
 def iterations(directory: Path) -> list[int]:
     """Return the iterations that have a folder in DIR, complete or not, in ascending order."""
-    names = (re.fullmatch(r"iter_(\d{7,})", path.name, re.A) for path in directory.glob("iter_*"))
+    names = (_ITERATION.fullmatch(path.name) for path in directory.glob("iter_*"))
     numbers = (int(name[1]) for name in names if name)
     return sorted(number for number in numbers if iteration_directory(directory, number).is_dir())
 
@@ -348,14 +349,14 @@ def delete_unfinished(directory: Path) -> None:
 
 
 def check_foreign(directory: Path) -> None:
-    """Raise UserError where a folder of DIR has a checkpoint's name, but another program's files.
+    """Raise UserError where DIR has a checkpoint's name for a file, or another program's folder.
 
     A save of that iteration would delete them.
     """
-    for number in iterations(directory):
-        path = iteration_directory(directory, number)
-        if path.is_symlink():
+    for path in sorted(directory.glob("iter_*")):
+        if path.is_symlink() or not _ITERATION.fullmatch(path.name):
             continue  # A save renames the link alone.
+        require(path.is_dir(), f"{path}: a file with the name of a checkpoint; move it")
         names = [entry.name for entry in sorted(path.iterdir())]
         is_own = not names or any(map(_OF_CHECKPOINTS.fullmatch, names))
         shown = ", ".join(names)[:60]

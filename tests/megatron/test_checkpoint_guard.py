@@ -195,6 +195,17 @@ def test_a_folder_of_another_program_is_not_replaced(saved):
     assert notes.read_text() == "mine"
 
 
+def test_a_file_with_the_name_of_a_checkpoint_is_not_replaced(saved):
+    for folder in (saved, saved / "non_persistent"):
+        file = folder / "iter_0000009"
+        folder.mkdir(exist_ok=True)
+        file.write_text("mine")
+        with pytest.raises(UserError, match=rf"{file}: a file with the name of a checkpoint"):
+            take(saved)
+        assert file.read_text() == "mine"
+        file.unlink()
+
+
 def test_a_link_to_nothing_is_no_folder_of_another_program(saved, tmp_path):
     (saved / "iter_0000009").symlink_to(tmp_path / "gone")
     take(saved)
