@@ -110,6 +110,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         workarounds.save_without_another_process()
     if args.gradient_accumulation_fusion:
         workarounds.fuse_gradient_accumulation()
+    if args.num_experts is not None:
+        workarounds.load_optimizers_of_other_expert_layouts()
     compatibility.check(args, recipe)
     check_loads(args)
     if args.cross_entropy_fusion_impl in LOSSES:

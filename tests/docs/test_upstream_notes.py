@@ -47,6 +47,7 @@ CITED = {
     "checkpointing.py:1338": "if not args.no_save_optim:",
     "training.py:1547": "args.train_iters = args.train_samples // args.global_batch_size",
     "filesystem_async.py:291": "assert isinstance(local_results_or_exc, list), type(",
+    "layers.py:961": "use_expert_pgs = self.is_expert and (",
     "distrib_optimizer.py:961": "param_groups_map = {}",
     "optimizer_param_scheduler.py:390": "self.step(increment=num_steps)",
     "training.py:2594": "should_reset = not is_first_iteration",
@@ -125,7 +126,7 @@ def test_every_cited_line_is_known():
 @pytest.mark.parametrize("place", CITED)
 def test_cited_lines_hold_what_the_page_says(place):
     name, _, number = place.partition(":")
-    others = "dist_checkpointing", "distributed"  # folders with files of the same names
+    others = "dist_checkpointing", "distributed", "modelopt"  # with files of the same names
     (file,) = (path for path in MEGATRON.rglob(name) if path.parent.name not in others)
     assert CITED[place] in file.read_text(encoding="utf-8").splitlines()[int(number) - 1]
 

@@ -31,9 +31,7 @@ PARITY = {
     "mxfp4-backward": (("--fp4-recipe", "mxfp4-backward"), 1e-5, 3e-2),
     "delayed": (DELAYED, 1e-4, 1e-2),
 }
-# Megatron-LM keeps dense layers and experts in one optimizer, or in two where experts are spread
-# over ranks: the state of one does not load as the other's.
-ALONE, SPREAD = (("--expert-model-parallel-size", size, "--no-load-optim") for size in (1, 2))
+ALONE, SPREAD = (("--expert-model-parallel-size", size) for size in (1, 2))
 LAYOUTS = {"1": ALONE, "2": SPREAD, "2 grouped": (*SPREAD, *GROUPED), "tensor parallel": SPLIT}
 TENSOR_PARALLEL = (*NVFP4, *GROUP)
 RECIPES = {name: options for name, (options, *_) in PARITY.items()} | {"group": TENSOR_PARALLEL}

@@ -22,10 +22,11 @@ DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 OPTIMIZERS = {"plain": (), "distributed": DISTRIBUTED}
 
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
+TP2_SP, ETP1 = (*TP2, "--sequence-parallel"), ("--expert-tensor-parallel-size", 1)
 LAYOUTS = {
     "single": (),
     "tp2": TP2,
-    "tp2 sp": (*TP2, "--sequence-parallel"),
+    "tp2 sp": TP2_SP,
     "pp2": PP2,
     "pp2 interleaved": (*PP2, "--num-layers-per-virtual-pipeline-stage", 1),
     "dp2": (),
@@ -148,6 +149,31 @@ def test_context_parallelism_is_refused_in_one_line(runs, memory):
         message = (memory["refused"] / f"{REFUSED}.{rank}.error").read_text()
         assert message.startswith("--context-parallel-size 2 with --transformer-impl local: ")
         assert "\n" not in message
+
+
+# One optimizer, or separate ones for dense layers and experts.
+EXPERTS = ("--num-layers", 2, "--num-experts", 4, "--moe-ffn-hidden-size", 64)
+EP2 = ("--expert-model-parallel-size", 2)
+EXPERT_LAYOUTS = {"one": (), "ep2": EP2, "tp2": TP2_SP, "tp2 ep2": (*TP2_SP, *EP2, *ETP1),
+                  "back": ()}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_experts_are_spread_and_gathered(pretrain_here, pretrain_ranks, tmp_path, optimizer):
+    model = (*EXPERTS, *MODEL, *OPTIMIZERS[optimizer])
+    jobs = {
+        reader: passed_on(tmp_path, model, writer, reader, EXPERT_LAYOUTS[reader])
+        for writer, reader in pairwise(EXPERT_LAYOUTS)
+    }
+    done(pretrain_here(*model, "--save", tmp_path / "one"))
+    back = jobs.pop("back")
+    pretrain_ranks(jobs)
+    done(pretrain_here(*back))
+    one = content(tmp_path / "one")
+    assert any("exp_avg.decoder.layers.mlp.experts" in key for key in one)
+    for name in (*jobs, "back"):
+        assert differences(one, content(tmp_path / name)) == [], name
 
 
 # Padded to 560 on one rank, 640 on two.

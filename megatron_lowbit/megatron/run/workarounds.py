@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache, partial, wraps
 from itertools import pairwise
 from types import SimpleNamespace
@@ -132,6 +133,62 @@ def save_without_another_process() -> None:
         return written
 
     writer.write_preloaded_data = staticmethod(write)
+
+
+@cache
+def load_optimizers_of_other_expert_layouts() -> None:
+    """Let the state of one optimizer load into separate ones for experts and the rest, and back.
+
+    Megatron-LM has separate optimizers if experts are spread over ranks, or have a tensor-parallel
+    size of their own. The tensors of a checkpoint have the same names in both cases.
+    """
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    upstream = ChainedOptimizer.load_state_dict
+
+    @wraps(upstream)
+    def load(self: ChainedOptimizer, state: Any) -> None:
+        # A number is the place of a separate optimizer, which an only optimizer does not have.
+        if isinstance(state, dict) and len({isinstance(key, int) for key in state}) > 1:
+            state = _as_in_this_layout(self.chained_optimizers, state)
+        upstream(self, state)
+
+    ChainedOptimizer.load_state_dict = load
+
+
+def _as_in_this_layout(optimizers: list[Any], state: dict[Any, Any]) -> dict[Any, Any]:
+    """Move what is saved without tensors to the optimizers of this run, which have the tensors.
+
+    These are the groups of parameters, which ``resumed_schedule.py`` compares, and settings that
+    all optimizers share, such as the number of steps.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import merge
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    def identity(group: dict[str, Any]) -> list[Any]:
+        ignored = ("max_lr", "min_lr", "is_expert_parallel")
+        return [group.get(key) for key in param_group_identifier_keys if key not in ignored]
+
+    whole = {key: value for key, value in state.items() if not isinstance(key, int)}
+    separate = [state[number] for number in sorted(state.keys() - whole.keys())]
+    loaded, saved = (separate, [whole]) if len(optimizers) > 1 else ([whole], separate)
+    saved_groups = [group for each in saved for group in _inner(each)["param_groups"]]
+    for optimizer, tensors in zip(optimizers, loaded, strict=True):
+        settings = deepcopy(saved[0])
+        _inner(settings)["param_groups"] = [
+            group | {key: own[key] for key in ("params", "is_expert_parallel")}
+            for own in optimizer.optimizer.state_dict()["param_groups"]
+            for group in [g for g in saved_groups if identity(g) == identity(own)][:1]
+        ]
+        _inner(tensors).pop("param_groups", None)  # only the parameters' numbers
+        merge(tensors, settings)
+    return dict(enumerate(loaded)) if len(optimizers) > 1 else whole
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of torch's optimizer in the state of an optimizer of Megatron-LM."""
+    inner: dict[str, Any] = state.get("optimizer", state)
+    return inner
 
 
 def hide_loss_from_second_parse() -> None:
