@@ -176,6 +176,21 @@ def test_experts_are_spread_and_gathered(pretrain_here, pretrain_ranks, tmp_path
         assert differences(one, content(tmp_path / name)) == [], name
 
 
+@pytest.mark.slow
+def test_the_layout_of_an_optimizer_that_is_not_reshardable(pretrain_ranks, tmp_path):
+    model = (*EXPERTS, "--train-iters", 1, "--use-distributed-optimizer")
+    layouts = {"tp2": TP2_SP, "ep2": EP2}
+    one = (*model, "--save", tmp_path / "one")
+    others = {name: (*model, *layout, "--load", tmp_path / "one") for name, layout in
+              layouts.items()}  # fmt: skip
+    folder = pretrain_ranks({"one": one, **others}, refused=tuple(others))
+    sizes = ("--tensor-model-parallel-size", "--expert-model-parallel-size")
+    for name, size in zip(layouts, sizes, strict=True):
+        error = (folder / f"{name}.0.error").read_text()
+        assert f"only in its own layout: this run has {size} 2 instead of 1" in error
+        assert "; --dist-ckpt-optim-fully-reshardable saves" in error
+
+
 # Padded to 560 on one rank, 640 on two.
 VOCABULARY = 512
 PADDED = ("--num-layers", 1, "--make-vocab-size-divisible-by", 80, "--train-iters", 2)

@@ -80,6 +80,12 @@ _OF_THE_OPTIMIZER = {
     "optimizer": "--optimizer", "use_distributed_optimizer": "--use-distributed-optimizer",
 }  # fmt: skip
 """Arguments by which Megatron-LM names and divides the optimizer's state."""
+_OF_THE_LAYOUT = {
+    f"{name}_parallel_size": f"--{name.replace('_', '-')}-parallel-size"
+    for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+}
+"""Arguments by which Megatron-LM divides the buffers of the distributed optimizer."""
+_RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 _NEGATED = ("add_bias_linear", "dsa_indexer_scoring_relu", "dsa_indexer_rotate_activation")
 """Attributes that their flags set to False."""
 _OTHER = {"recipe": "another recipe", "data": "other data", "model": "another model"}
@@ -179,6 +185,12 @@ def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[t
             f"{checkpoint}: has the state of another optimizer: this run has {changed}; "
             "--no-load-optim resumes with a new state"
         )
+    if changed := _layout_changes(args, saved):
+        raise UserError(
+            f"{checkpoint}: the state of its optimizer loads only in its own layout: this run has "
+            f"{changed}; --dist-ckpt-optim-fully-reshardable saves a state for any layout, "
+            "--no-load-optim resumes with a new one"
+        )
     records = {name: getattr(saved, name, None) for name in (RECIPE, DATA)}
     if missing := [name.partition("_")[0] for name, record in records.items() if record is None]:
         say_on_rank_0(
@@ -196,6 +208,17 @@ def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[t
             yield "data", f"{_named(now, before)} instead of {_named(before, now)}"
         elif changed := changes(args, saved, _OF_SAMPLES):
             yield "data", changed
+
+
+def _layout_changes(args: Namespace, saved: Any) -> str:
+    """Describe the parallel sizes that differ, if the optimizer's state loads in no other ones."""
+    if args.no_load_optim or not args.use_distributed_optimizer:
+        return ""
+    if args.ckpt_format == "fsdp_dtensor" or getattr(saved, _RESHARDABLE, False):
+        return ""
+    without_experts = args.num_experts is None
+    flags = {k: v for k, v in _OF_THE_LAYOUT.items() if not (without_experts and "expert" in k)}
+    return changes(args, saved, flags)
 
 
 def changes(args: Namespace, saved: Any, flags: Mapping[str, str]) -> str:
