@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 examples/own_script.py --precision-recipe nvfp4 ...
 
 The rest of the script is Megatron-LM's usual one. Datasets and forward pass are taken from this
-package here; a script keeps its own.
+package here, as are the ranks that share the embedding; a script keeps its own.
 """
 
 from functools import partial

@@ -57,6 +57,11 @@ def add_command(
     return commands.add_parser(name, help=summary, description=description, **settings)
 
 
+def value_of(args: argparse.Namespace, flag: str) -> Any:
+    """Return the value of an argument by its flag, such as ``--data-path``."""
+    return getattr(args, flag[2:].replace("-", "_"))
+
+
 def add_exits(parser: argparse.ArgumentParser) -> None:
     """Add ``--version`` and ``--print-completion SHELL``, which print and exit."""
     parser.add_argument(

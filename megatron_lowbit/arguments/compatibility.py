@@ -15,6 +15,7 @@ from megatron_lowbit.arguments.layer_compatibility import (
 )
 from megatron_lowbit.arguments.parse import OF_RECIPES, check_without_recipe, on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
+from megatron_lowbit.command_line import value_of
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe
 
@@ -31,7 +32,7 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
     rows += [positions(args), recomputation(args), experts(args), pipeline(args)]
     if recipe is None:
-        given = {flag for flag in OF_RECIPES if vars(args)[flag[2:].replace("-", "_")]}
+        given = {flag for flag in OF_RECIPES if value_of(args, flag)}
         check_without_recipe(given)
     else:
         if any(precision.quantized for precision in recipe.precisions()):

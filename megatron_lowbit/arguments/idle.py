@@ -1,7 +1,7 @@
 """Arguments without an effect on a model or a run, of which a line is printed.
 
-Megatron-LM reads them only together with other arguments. What looks as if it had changed the
-model is refused instead, in ``layer_compatibility.py``.
+Megatron-LM does not read them in these scripts, or only together with other arguments. What looks
+as if it had changed the model is refused instead, in ``layer_compatibility.py``.
 """
 
 import re
@@ -14,7 +14,7 @@ _ROTARY = ("rope", "yarn", "mrope")
 _NEVER_READ = {
     reason: re.compile("--(" + re.sub(r"\s+", "|", flags.strip()) + ")")
     for reason, flags in {
-        "it is of Megatron-LM's inference": r"""
+        "only Megatron-LM's inference reads it": r"""
             inference-(?!rng-tracker$).* mamba-inference-.* decode-only-cuda-graphs
             enable-chunked-prefill max-tokens-to-oom mlp-chunks-for-prefill
             nccl-all-reduce-for-prefill output-bert-embeddings use-legacy-static-engine
@@ -24,6 +24,7 @@ _NEVER_READ = {
             rl-.* grpo-.* langrl-env-config
         """,
         "training does not read a teacher's logits": "logits-load-.*",
+        "the index of each dataset has the sequences": "per-dataset-sequences-path",
         "training does not restart within its process": "inprocess-.*",
         "these scripts train no model that has it": """
             biencoder-.* ict-.* bert-.* retriever-.* indexer-.* dino-.* vision-.* mask-.*
@@ -38,7 +39,7 @@ _NEVER_READ = {
         """,
     }.items()
 }
-"""Arguments of other programs than these scripts, by the reason."""
+"""Patterns of arguments that these scripts do not read, by the reason."""
 
 
 def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
@@ -77,7 +78,7 @@ def _of_models(args: Namespace) -> dict[str, tuple[object, str]]:
             --rotary-scaling-factor --mscale --mscale-all-dim --yarn-beta-fast --yarn-beta-slow
             --yarn-original-max-position-embeddings --no-yarn-correction-range-round-to-int
         """),
-        "the activation is no GELU": (args.swiglu or args.squared_relu, "--openai-gelu"),
+        "the activation is not GELU": (args.swiglu or args.squared_relu, "--openai-gelu"),
         "it needs --window-size": (args.window_size is None, "--window-attn-skip-freq"),
         "it needs --group-query-attention": (
             not args.group_query_attention, "--num-query-groups"
@@ -147,7 +148,6 @@ def _of_runs(args: Namespace) -> dict[str, tuple[object, str]]:
             --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
             --pytorch-profiler-collect-chakra
         """),
-        "the index of each dataset has them": (True, "--per-dataset-sequences-path"),
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from megatron_lowbit.arguments.values import (
     check_values,
     check_warmup,
 )
-from megatron_lowbit.command_line import CommandLine, print_help
+from megatron_lowbit.command_line import CommandLine, print_help, value_of
 from megatron_lowbit.errors import UserError, as_user_error, failed_check, require, say
 from megatron_lowbit.replaced import replaced
 
@@ -186,7 +186,7 @@ def _check_data(args: Namespace) -> None:
     """Raise UserError for two sources of data, of which Megatron-LM would read one."""
     parts = ("--train-data-path", "--valid-data-path", "--test-data-path")
     single = ("--mock-data", "--data-path", "--data-args-path", "--per-split-data-args-path")
-    given = [flag for flag in (*single, *parts) if vars(args)[flag[2:].replace("-", "_")]]
+    given = [flag for flag in (*single, *parts) if value_of(args, flag)]
     require(
         len(given) < 2 or {*given} <= {*parts},
         f"{' and '.join(given[:2])}: the data have one source; omit one of them",

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_lowbit.command_line import CommandLine
+from megatron_lowbit.command_line import CommandLine, value_of
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import check_folder, reason
 
@@ -220,7 +220,7 @@ def check_folders(args: Namespace) -> None:
     """Raise UserError unless output folders are writable, and ``--load`` is a folder."""
     is_last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
     for flag in _OUTPUT_FOLDERS:
-        folder = getattr(args, flag[2:].replace("-", "_"))
+        folder = value_of(args, flag)
         require(folder != "", f"{flag}: the name of the folder is empty")
         if folder is not None and (is_last or flag not in _LOGS):
             check_folder(flag, folder)

@@ -1,10 +1,10 @@
 """Device functions: codes of FP4 blocks whose scales depend on how their numbers are rounded.
 
 A function takes the 16 lanes of blocks' rows, the blocks' and the tensor's amaxes, and the key and
-numbers of the random words. It returns words of eight codes (two int32), or 16 elements in FP32
-where they are written as values, the scales' codes, the scales, and the tensor's decode scale, as
-``numerics/`` says. Sums are in its order. Where a block
-has more numbers, the scales' codes are a pair: of these 16, and the bits of the block's.
+numbers of the random words. It returns words of eight codes (two int32), the scales' codes, the
+scales, and the tensor's decode scale, as ``numerics/`` says. MS-EDEN returns 16 elements in FP32 in
+place of words if values are written. Sums are in the order of ``numerics/``. If a block has more
+numbers, the scales' codes are a pair: of these 16, and the bits of the block's.
 """
 
 import triton
@@ -140,7 +140,7 @@ def ms_eden_quartet2(
     tensor_scale = _tensor_scale(amax, OPTIONS)
     base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
     _, scale = _positive_scale(base, tensor_scale, S)
-    outs, correction = _corrected_codes(lanes, scale * tensor_scale, S, False)
+    outs, correction = _corrected_elements(lanes, scale * tensor_scale, S, False)
     stored, scale = _drawn_scale(scale * correction, key, group, row, S)
     return outs, stored, scale, tensor_scale
 
@@ -153,7 +153,7 @@ def ms_eden_torchao(lanes, block_amax, amax, key, group, row, BELOW: tl.constexp
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     base = finite_or_nan(block_amax * SIXTH * s_enc, block_amax)
     _, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
-    outs, correction = _corrected_codes(lanes, quotient(1.0, scale * s_dec), S, True)
+    outs, correction = _corrected_elements(lanes, quotient(1.0, scale * s_dec), S, True)
     corrected = tl.where(scale == 0.0, 0.0, scale * correction)
     stored, scale = _drawn_scale(corrected, key, group, row, S)
     return outs, stored, scale, s_dec
@@ -187,7 +187,7 @@ def tetrajet2(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: 
 
 
 @triton.jit
-def _corrected_codes(lanes, step, S: tl.constexpr, TORCHAO: tl.constexpr):
+def _corrected_elements(lanes, step, S: tl.constexpr, TORCHAO: tl.constexpr):
     """Round lanes over ``step``, or times it, to nearest; return the correction of scales, too."""
     E: tl.constexpr = S.element
     outs, squares, products = (), step, step

@@ -18,6 +18,7 @@ from megatron.training.utils.common_utils import (
     is_first_or_last_pipeline_stage,
 )
 
+from megatron_lowbit.command_line import value_of
 from megatron_lowbit.data.conversations import Conversations
 from megatron_lowbit.data.dataset import check_dataset, check_part, data_digest
 from megatron_lowbit.data.index_cache import building, cache_folder
@@ -79,7 +80,9 @@ def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
 def data_blends(args: Namespace) -> list[_Blend]:
     """Return prefixes and weights of all data sets, for each split; UserError for wrong ones."""
     _check_per_split(args)
-    with as_user_error(f"--data-args-path {args.data_args_path}: does not list data sets"):
+    flags = " and ".join(flag for flag in _PATHS if value_of(args, flag))
+    source = f"--data-args-path {args.data_args_path}" if args.data_args_path else flags
+    with as_user_error(f"{source}: does not list data sets"):
         blend, blend_per_split = get_blend_and_blend_per_split(args)
     blends = [part for part in (blend, *(blend_per_split or ())) if part]
     for prefixes, weights in blends:
@@ -161,8 +164,7 @@ def _check_per_split(args: Namespace) -> None:
     Megatron-LM would raise an exception that does not name the argument.
     """
     for flag in _PATHS:
-        given = vars(args)[flag[2:].replace("-", "_")]
-        require(given != [], f"{flag}: give a dataset's prefix, or omit it")
+        require(value_of(args, flag) != [], f"{flag}: give a dataset's prefix, or omit it")
     if args.per_split_data_args_path is None:
         return
     argument = "--per-split-data-args-path"

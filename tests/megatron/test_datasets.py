@@ -236,6 +236,7 @@ def test_a_file_of_parts_that_does_not_name_datasets(datasets, tmp_path, content
         ("--data-path nan {0} 1 {0}", "its weight nan must be positive"),
         ("--train-data-path 1 {0} inf {0}", "its weight inf must be positive and finite"),
         ("--data-args-path /dev/null", "^--data-args-path /dev/null: does not list data sets"),
+        ("--data-path {0} {0} 1 {0}", "^--data-path: does not list data sets"),
         ("--data-path {0} --mock-data", "^--mock-data and --data-path: the data have one source"),
         ("--data-path {0} --data-args-path {0}", "^--data-path and --data-args-path: the data "),
         ("--data-args-path {0} --test-data-path {0}", "^--data-args-path and --test-data-path: "),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.data.tokenizer import files_read
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.datasets import data_blends
 from megatron_lowbit.megatron.run.common_state import saved_args
@@ -180,17 +180,8 @@ def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[t
         yield "model", changed
     if not resumes:
         return
-    if not args.no_load_optim and (changed := changes(args, saved, _OF_THE_OPTIMIZER)):
-        raise UserError(
-            f"{checkpoint}: has the state of another optimizer: this run has {changed}; "
-            "--no-load-optim resumes with a new state"
-        )
-    if changed := _layout_changes(args, saved):
-        raise UserError(
-            f"{checkpoint}: the state of its optimizer loads only in its own layout: this run has "
-            f"{changed}; --dist-ckpt-optim-fully-reshardable saves a state for any layout, "
-            "--no-load-optim resumes with a new one"
-        )
+    if not args.no_load_optim:
+        _check_optimizer(args, checkpoint, saved)
     records = {name: getattr(saved, name, None) for name in (RECIPE, DATA)}
     if missing := [name.partition("_")[0] for name, record in records.items() if record is None]:
         say_on_rank_0(
@@ -210,15 +201,27 @@ def _differences(args: Namespace, checkpoint: Path, resumes: bool) -> Iterator[t
             yield "data", changed
 
 
-def _layout_changes(args: Namespace, saved: Any) -> str:
-    """Describe the parallel sizes that differ, if the optimizer's state loads in no other ones."""
-    if args.no_load_optim or not args.use_distributed_optimizer:
-        return ""
-    if args.ckpt_format == "fsdp_dtensor" or getattr(saved, _RESHARDABLE, False):
-        return ""
-    without_experts = args.num_experts is None
-    flags = {k: v for k, v in _OF_THE_LAYOUT.items() if not (without_experts and "expert" in k)}
-    return changes(args, saved, flags)
+def _check_optimizer(args: Namespace, checkpoint: Path, saved: Any) -> None:
+    """Raise UserError for another optimizer, or a layout in which its state does not load."""
+    changed = changes(args, saved, _OF_THE_OPTIMIZER)
+    require(
+        not changed,
+        f"{checkpoint}: has the state of another optimizer: this run has {changed}; "
+        "--no-load-optim resumes with a new state",
+    )
+    if not args.use_distributed_optimizer or args.ckpt_format == "fsdp_dtensor":
+        return
+    if getattr(saved, _RESHARDABLE, False):
+        return
+    has_experts = args.num_experts is not None
+    flags = {k: v for k, v in _OF_THE_LAYOUT.items() if has_experts or "expert" not in k}
+    changed = changes(args, saved, flags)
+    require(
+        not changed,
+        f"{checkpoint}: the state of its optimizer loads only in its own layout: this run has "
+        f"{changed}; --dist-ckpt-optim-fully-reshardable saves a state for any layout, "
+        "--no-load-optim resumes with a new one",
+    )
 
 
 def changes(args: Namespace, saved: Any, flags: Mapping[str, str]) -> str:

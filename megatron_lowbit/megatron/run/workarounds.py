@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_lowbit.arguments.parser import LOSSES
+from megatron_lowbit.command_line import value_of
 from megatron_lowbit.errors import error_behind
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.megatron.run.errors import say_on_rank_0
@@ -52,7 +53,7 @@ def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]
     is_hybrid = args.hybrid_layer_pattern is not None and not args.multi_latent_attention
     if is_hybrid and args.position_embedding_type == "rope":
         for flag in ("--use-rope-scaling", "--rotary-interleaved"):
-            if getattr(args, flag[2:].replace("-", "_")):
+            if value_of(args, flag):
                 yield f"{flag} applied: Megatron-LM ignores it in hybrids"
         model_config.pre_wrap_hooks.append(partial(_complete_rotary_embeddings, args))
 
