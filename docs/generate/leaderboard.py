@@ -268,13 +268,11 @@ def read_speeds(files: Sequence[Path]) -> tuple[dict[str, float], str]:
     return speeds, measured["machine"]["gpu"]
 
 
-def provenance(runs: Sequence[dict], root: str = "..") -> dict[str, str]:
-    """Return the model, tokens and machines of runs; ``root`` leads from the page to the model."""
-    if not runs:
-        return {}
+def provenance(runs: Sequence[dict]) -> dict[str, str]:
+    """Return the model, tokens and machines of runs."""
     file = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
     return {
-        "model": "the arguments of each run" if file is None else f"[{file}]({root}/{file})",
+        "model": "the arguments of each run" if file is None else f"[{file}](../../{file})",
         "tokens": f"{runs[0]['tokens'] / 1e6:.3g}M",
         "machines": machines(runs),
     }
@@ -302,7 +300,7 @@ def page(
     return render(
         "leaderboard", baseline=baseline, fewest=fewest, visible=visible, lines=lines,
         speeds=[file.name for file in speeds_files], gpu=gpu, pictured=len(contenders) > 1,
-        **provenance(runs, "../.."),
+        **provenance(runs),
     )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def _draw_in_colors(
             (named[contender.name],) = above.plot(curve.tokens, losses, color=color, linewidth=1)
     below.axhline(0, color=shades[0], linewidth=1)
     named_gaps = {
-        f"{row.name}: {gap_text(row)}": draw_gap(below, _shown(gap), color)
+        f"{row.name}: {gap_text(row)}": _draw_gap(below, _shown(gap), color)
         for row, gap, color in list(zip(rows, gaps, shades, strict=True))[1:]
     }
     above.set_ylabel("loss (nats per token)")
@@ -186,7 +186,7 @@ def _draw_in_panels(rows: Sequence[Row], gaps: Sequence[GapCurve]) -> Figure:
         for other in map(_shown, gaps[1:]):
             panel.plot(other.tokens, other.gap, color="0.85", linewidth=0.7)
         panel.axhline(0, color="black", linewidth=0.8)
-        draw_gap(panel, _shown(gap), "tab:blue")
+        _draw_gap(panel, _shown(gap), "tab:blue")
         panel.set_title(f"{row.name}\n{gap_text(row)}", fontsize=9)
         panel.grid(alpha=0.3)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -199,7 +199,7 @@ def _draw_in_panels(rows: Sequence[Row], gaps: Sequence[GapCurve]) -> Figure:
     return figure
 
 
-def draw_gap(panel: Axes, curve: GapCurve, color: object) -> Line2D:
+def _draw_gap(panel: Axes, curve: GapCurve, color: object) -> Line2D:
     """Draw a gap by tokens, with a band of its standard error; return the gap's line."""
     tokens, gap, error = curve
     panel.fill_between(tokens, gap - error, gap + error, color=color, alpha=0.15, linewidth=0)

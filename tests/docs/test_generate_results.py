@@ -1,14 +1,12 @@
 """The page of results: figures against numbers computed by hand, and what is refused."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import results
 import steps
 from matplotlib.figure import Figure
-from pages import write_finished
 
 SPEEDS = {steps.BF16: 1000, steps.OWN_FP8: 800, "fp8-tile": 1200, "nvfp4": 900, "quartet2": 700}
 IN_GRAPHS = dict(zip(steps.CHOICES, (1100, 1375, 1500, 1650, 2200), strict=True))
@@ -50,28 +48,8 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def study(tmp_path):
-    """Function that writes a finished run, of 4 validations, and returns the study's folder."""
-
-    def finished(name: str, loss: float, seed: int = 1) -> Path:
-        command = ["-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()",
-                   "@examples/gpt-345m.args", "--precision-recipe", name,
-                   "--data-path", "elsewhere", "--seed", str(seed)]  # fmt: skip
-        machine = {"gpu": "NVIDIA H100", "torch": "2.11", "commit": "abc"}
-        lines = []
-        for i in range(1, 101):
-            line = {"iteration": i, "lm_loss": loss, "consumed_tokens": 7200 * i}
-            line |= {"tokens_per_second": 100.0} if i > 1 else {}
-            line |= {"validation_loss": loss + 1 / i} if i % 25 == 0 else {}
-            lines.append(line)
-        return write_finished(tmp_path / "runs", name, seed, command, machine, lines)
-
-    return finished
-
-
-def page(place: Path, *folders: Path) -> str:
-    results.main([*map(str, folders), "--results", str(place), "--root", str(place)])
+def page(place: Path) -> str:
+    results.main(["--results", str(place), "--root", str(place)])
     return (place / "docs" / "results.md").read_text()
 
 
@@ -80,10 +58,8 @@ def cells(text: str, first: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
-def test_steps_are_compared_on_their_machine(place, study):
-    study("bf16", 2.0)
-    text = page(place, study("fp8-tile", 2.02))
-    h100, h200 = text.split("## Whole training steps on one ")[1:]
+def test_steps_are_compared_on_their_machine(place):
+    h100, h200 = page(place).split("## Whole training steps on one ")[1:]
     assert h100.startswith("NVIDIA H100") and h200.startswith("NVIDIA H200")
     assert cells(h100, "fp8-tile") == [
         "612 (583)", "1,200", "300", "30.4%", "61.2", "1.20", "1.50", "", "",
@@ -220,35 +196,6 @@ def test_where_the_time_goes(place):
     assert cells(text, "llama-8b nvfp4") == ["0000000", "1.50", "3.50", "2.50"]
 
 
-def test_longer_runs(place, study):
-    study("fp8-tile", 2.02)
-    whole = page(place, study("bf16", 2.0))
-    text = whole.partition("## Longer runs")[2]
-    minutes = 7200 * 100 / 100 / 60
-    assert "\n\n    lowbit-study run examples/studies/flagship.yaml" in text
-    perplexity = f"{math.exp(2.01):.3f}"
-    assert cells(text, "bf16") == ["2.0000", "", perplexity, "100", f"{minutes:.1f}"]
-    assert cells(text, "fp8-tile")[:3] == ["2.0200", "+1.00%", f"{math.exp(2.03):.3f}"]
-    assert "[examples/gpt-345m.args](../examples/gpt-345m.args), 0.72M tokens, 1 seed each" in text
-    kept = json.loads((place / "flagship-runs.json").read_text())
-    assert kept[0]["validation"][0] == [180_000, 2.04] and kept[0]["tokens_per_s"] == 100
-    assert page(place) == whole  # from the file alone
-
-
-def test_gaps_have_standard_errors_once_there_are_two_seeds(place, study, monkeypatch):
-    study("bf16", 2.0)
-    text = page(place, study("nvfp4", 2.1)).partition("## Longer runs")[2]
-    assert "its standard error" not in text
-    monkeypatch.undo()  # draw the pictures of the second page
-    study("bf16", 2.02, seed=2)
-    text = page(place, study("nvfp4", 2.1, seed=2)).partition("## Longer runs")[2]
-    gaps = 0.1 / 2.0, 0.08 / 2.02
-    gap, error = 100 * sum(gaps) / 2, 100 * (gaps[0] - gaps[1]) / 2
-    assert cells(text, "nvfp4")[:2] == ["2.1000", f"{gap:+.2f}% ± {error:.2f}"]
-    for name in ("results.png", "results-steps.png", "results-runs.png"):
-        assert (place / "docs" / "images" / name).read_bytes().startswith(b"\x89PNG")
-
-
 def test_rows_of_two_processes_are_one_table(place):
     """A row that ended well is not replaced by an error of another file."""
     rows = [row("llama-8b", "fp8-tile", error="lost"), row("llama-1b", steps.BF16, speed=7)]
@@ -262,30 +209,23 @@ def test_the_page_says_what_is_missing(place):
     (place / "flagship-h200.json").unlink()
     text = page(place)
     assert "one H200\n\nNot measured: run `python -m benchmarks flagship --output" in text
-    assert text.partition("## Longer runs")[2].strip().startswith("Not run yet:")
-    assert not (place / "flagship-runs.json").exists()
     assert (place / "docs" / "images" / "results.png").exists()
     assert "`mxfp8` trains 1.50 times" in (place / "README.md").read_text()
 
 
-def test_errors_leave_no_page(place, study):
-    folder = study("bf16", 2.0)
+def test_errors_leave_no_page(place):
     file = place / "flagship-h200.json"
     text = file.read_text()
     file.write_text(text.replace("NVIDIA H200", "none"))
     with pytest.raises(SystemExit, match=r"flagship-h200\.json: measured on none"):
-        page(place, folder)
+        page(place)
     file.write_text(a_file("h200", [row("llama-8b", "fp8-tile", error="lost")]))
     with pytest.raises(SystemExit, match="no case ended well"):
-        page(place, folder)
+        page(place)
     file.write_text(text)
-    study("other", 2.0)
-    with pytest.raises(SystemExit, match=r"other: no run of examples/studies/flagship\.yaml"):
-        page(place, folder)
     (place / "flagship-h100.json").unlink()
     with pytest.raises(
         SystemExit, match=r"flagship-h100\.json: README's .*; python -m benchmarks "
     ):
         page(place)
     assert not (place / "docs" / "results.md").exists()
-    assert not (place / "flagship-runs.json").exists()
