@@ -63,14 +63,12 @@ def outcome_of(cell: Mapping[str, Any] | None) -> str:
 
 
 def shown(cell: Mapping[str, Any] | None, messages: dict[str, int]) -> str:
-    """Return a cell's text in the table; ``messages`` numbers each message once."""
+    """Return the text of a cell without parity; ``messages`` numbers each message once."""
     name = outcome_of(cell)
     if cell is None:
         return name
     if name == "upstream bug":
         return f"[{name}](upstream-notes.md#{_anchor(cell)})"
-    if name == "parity":
-        return short(cell["loss"], cell["norm"])
     if name == "apart":
         figures = (cell[part] for part in ("loss", "norm", "resumed") if part in cell)
         return f"**apart** {short(*figures)}"
@@ -99,16 +97,34 @@ def bounds() -> list[list[str]]:
     return rows
 
 
+def of_recipes(row: Mapping[str, Mapping[str, Any] | None], messages: dict[str, int]) -> str:
+    """Return the text of a pair's cells by recipe: once if all agree, with the largest figures."""
+    ran = [cell for cell in row.values() if cell and outcome_of(cell) in ("equal", "parity")]
+    largest = [max((cell[part] for cell in ran), default=0) for part in ("loss", "norm")]
+    agreed = short(*largest) if any(outcome_of(cell) == "parity" for cell in ran) else "equal"
+    recipes: dict[str, list[str]] = {}
+    for recipe, cell in row.items():
+        recipes.setdefault(agreed if cell in ran else shown(cell, messages), []).append(recipe)
+    if len(recipes) == 1:
+        return next(iter(recipes))
+    return "; ".join(f"`{'`, `'.join(names)}`: {text}" for text, names in recipes.items())
+
+
 def page(cells: Cells, machines: Sequence[Mapping[str, Any]]) -> str:
     """Return the page's text."""
-    by_pair = {pair: [cells.get((*column, pair)) for column in COLUMNS] for pair in PAIRS}
-    outcomes = [Counter(map(outcome_of, column)) for column in zip(*by_pair.values(), strict=True)]
+    outcomes = [
+        Counter(outcome_of(cells.get((*column, pair))) for pair in PAIRS) for column in COLUMNS
+    ]
     names = sorted(set().union(*outcomes))
     messages: dict[str, int] = {}
-    cells_of = {pair: [shown(cell, messages) for cell in row] for pair, row in by_pair.items()}
-    # One cell for an outcome of all columns: what differs stands out.
-    rows = [[" × ".join(pair), *(row if len(set(row)) > 1 else [row[0], *[""] * len(row[1:])])]
-            for pair, row in cells_of.items()]  # fmt: skip
+    rows = []
+    for pair in PAIRS:
+        texts = [
+            of_recipes({recipe: cells.get((kind, recipe, pair)) for recipe in RECIPES}, messages)
+            for kind in LAYERS
+        ]
+        # One cell for an outcome of all layers: what differs stands out.
+        rows.append([" × ".join(pair), texts[0], "" if len(set(texts)) == 1 else texts[1]])
     return render(
         "composition", pairs=rows, messages=messages, bounds=bounds(), outcomes=names,
         machines=dict.fromkeys(
@@ -118,7 +134,6 @@ def page(cells: Cells, machines: Sequence[Mapping[str, Any]]) -> str:
                 for (layers, recipe), count in zip(COLUMNS, outcomes, strict=True)],
         features=[(f"`{name}`", feature.shown or f"`{feature.options}`")
                   for name, feature in FEATURES.items()],
-        columns=[f"{layers} `{recipe}`" for layers, recipe in COLUMNS],
         bound_columns=[f"{'GPU' if gpu else 'CPU'}, `{recipe}`" for gpu, recipe in BOUNDED],
     )  # fmt: skip
 
