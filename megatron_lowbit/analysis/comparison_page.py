@@ -90,12 +90,12 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
     notes = [_power(rows)]
     known = rows if math.isfinite(rows[0].loss) else ()
     if any(math.isnan(row.gap) and math.isfinite(row.loss) for row in known):
-        notes.append(f"none: not all runs of the name and of {rows[0].name} have as many tokens.")
+        notes.append(f"Rows without a gap have runs of other lengths than {rows[0].name}.")
     return headings, cells, " ".join(filter(None, notes))
 
 
 def _power(rows: Sequence[Row]) -> str:
-    """Return a sentence on the gaps that so many seeds, and more, show; none without noise."""
+    """Return a sentence on the gaps that these and more seeds detect; none without noise."""
     known = [row for row in rows[1:] if row.gap_error > 0]
     if not known:
         return ""
@@ -105,7 +105,7 @@ def _power(rows: Sequence[Row]) -> str:
         f"{100 * visible_gap(row.gap_error, row.pairs, count):.2g}% with {count}"
         for count in counts
     )
-    return f"Gaps that show beyond two standard errors in four of five studies, by seeds: {gaps}."
+    return f"Smallest gaps that are detected with a power of 80%: {gaps} seeds."
 
 
 def _known(value: float, form: str, before: str = "") -> str:

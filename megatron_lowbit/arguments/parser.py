@@ -24,8 +24,8 @@ class RecipeArguments:
     precision_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "NAME_OR_FILE", "nargs": "*"}}
     )
-    """precision of the linear layers: the name or YAML file of a recipe, or of two, for the forward
-    and the backward pass; without a name, list the recipes (default: nothing is quantized)"""
+    """name or YAML file of a recipe, or of two, for the forward and the backward pass; without a
+    name, list the recipes (default: nothing is quantized)"""
 
     recipe_set: list[str] = field(
         default_factory=list,
@@ -35,7 +35,7 @@ class RecipeArguments:
     forward.FIELD=VALUE or backward.FIELD=VALUE"""
 
     quantization_engine: Literal["auto", "reference"] = "auto"
-    """implementation that quantizes: the fastest available one, or plain torch"""
+    """quantize by the fastest available implementation, or by plain torch"""
 
     eval_precision: Literal["bf16", "recipe"] = "bf16"
     """precision of validation and test: BF16, or the precision of the recipe"""
@@ -56,22 +56,21 @@ class RecipeArguments:
     quantization"""
 
     quantized_param_gather: bool = False
-    """store and gather the weights of quantized layers as codes of the recipe instead of in BF16;
-    needs --use-distributed-optimizer and --bf16"""
+    """store and gather quantized weights instead of BF16 weights; needs --use-distributed-optimizer
+    and --bf16"""
 
     quantized_expert_dispatch: bool = False
-    """send tokens to experts of other ranks as codes of the recipe instead of in BF16; needs
+    """send quantized tokens instead of BF16 tokens to experts of other ranks; needs
     wgrad.input.requantize in the recipe, --moe-token-dispatcher-type alltoall and
     --moe-grouped-gemm"""
 
     pad_documents_to_multiple_of: int = 1
     """with --dataloader-inter-document-masking: pad each document of a sample to a multiple of N
-    tokens, with tokens that have no loss; context parallelism needs a multiple of twice its size"""
+    tokens, without a loss; context parallelism needs a multiple of twice its size"""
 
     distill_from: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
-    """learn from an unquantized teacher of the same shape, the newest checkpoint in DIR or one
-    named like DIR/iter_0001000: the loss is the KL divergence from its output instead of the
-    cross-entropy"""
+    """learn from an unquantized teacher of the same shape: the loss is the KL divergence from its
+    output; DIR has its checkpoints (the newest is used), or is one, like RUN/iter_0001000"""
 
     log_quantization_error_interval: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
@@ -118,8 +117,8 @@ class LogArguments:
     """Output of a run on the terminal."""
 
     short_log: bool = False
-    """print the run's model, recipe, data and plan, and a line with loss, tokens/s and time left
-    every --log-interval iterations; Megatron-LM's lines and warnings go to SAVE/megatron.log"""
+    """print model, recipe, data and plan, then loss, tokens/s and time left every --log-interval
+    iterations; Megatron-LM's lines and warnings go to SAVE/megatron.log"""
 
 
 @dataclass
@@ -175,7 +174,7 @@ def add_own_arguments(
         ArgumentGroupFactory(_OWN_GROUPS[title]).build_group(parser, title)
     loss = parser._option_string_actions["--cross-entropy-fusion-impl"]
     loss.choices = (*(loss.choices or ()), *LOSSES)
-    loss.help = f"{loss.help} If 'liger', liger-kernel's Triton kernels; if 'lowbit', our own."
+    loss.help = f"{loss.help} If 'liger', liger-kernel's kernels; if 'lowbit', this project's."
     return parser
 
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verify = add_command(commands, "verify", "compare the files with their checksums")
     average = add_command(commands, "average", "average the models of several checkpoints")
     for command, start in ((inspect, _inspect), (verify, _verify), (average, _average)):
-        command.add_argument("source", type=Path, metavar="RUN", help="folder that --save wrote")
+        command.add_argument("source", type=Path, metavar="RUN", help="--save folder or iteration")
         command.set_defaults(start=start)
     average.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
     which = average.add_mutually_exclusive_group(required=True)

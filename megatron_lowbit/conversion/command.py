@@ -109,21 +109,21 @@ def _verify(
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    there = add_command(commands, "to-megatron", "convert safetensors to torch_dist")
-    back = add_command(commands, "to-hugging-face", "convert torch_dist to safetensors")
-    gguf = add_command(commands, "to-gguf", "convert safetensors to a GGUF file, for llama.cpp")
+    there = add_command(commands, "to-megatron", "convert from Hugging Face to Megatron-LM")
+    back = add_command(commands, "to-hugging-face", "convert from Megatron-LM to Hugging Face")
+    gguf = add_command(commands, "to-gguf", "convert from Hugging Face to llama.cpp")
     for command, output in ((there, "folder"), (back, "folder"), (gguf, "file")):
         command.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
         command.add_argument("output", type=Path, metavar="OUTPUT", help=f"a new {output}")
         command.add_argument("--force", action="store_true", help="replace OUTPUT")
     for command in (there, back):
         command.add_argument(
-            "--shard-bytes", type=int, default=SHARD_BYTES, help="largest number of bytes in a file"
+            "--shard-bytes", type=int, default=SHARD_BYTES, help="largest size of a file, in bytes"
         )
         command.add_argument(
             "--verify",
             action="store_true",
-            help="compare both sides on the CPU: logits, and the weights that transformers loads",
+            help="compare, on a CPU, logits and the weights that transformers loads",
         )
         command.add_argument(
             "--verify-tokens", type=int, nargs="+", metavar="ID",
@@ -134,17 +134,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     back.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     back.add_argument(
-        "--carry", type=Path, metavar="FOLDER", help="folder whose tokenizer is copied to OUTPUT"
+        "--carry", type=Path, metavar="FOLDER", help="folder with tokenizer and config.json"
     )
     back.add_argument(
         "--vocab-size", type=int, metavar="N",
-        help="rows of the vocabulary to keep (default: --vocab-size of training, otherwise all, "
-        "padding included)",
+        help="rows of the vocabulary to keep (default: --vocab-size of training, otherwise all)",
     )  # fmt: skip
     back.add_argument(
         "--quantized",
         choices=LAYOUTS,
-        help="layout for weights as training quantizes them",
+        help="store weights as training quantizes them, in this layout",
     )
     back.add_argument(
         "--recipe", nargs="+", default=[], metavar="NAME_OR_FILE",

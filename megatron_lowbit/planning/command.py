@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpu", default="h200", help=f"kind of GPU: {', '.join(gpu_names())}")
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs joined by NVLink")
     parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
     parser.add_argument(
         "--recipes", nargs="+", metavar="NAME_OR_FILE",
-        help="recipes to compare, by their fastest layouts",
+        help="recipes to compare, each by its fastest layout",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=float, help="tokens of the run (default: from its arguments)"

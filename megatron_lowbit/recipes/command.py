@@ -70,7 +70,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--normalization", choices=("LayerNorm", "RMSNorm", "MXNorm"),
-        help="norm of the model; active MXNorm is shown",
+        help="norm of the model; layers with MXNorm are listed",
     )  # fmt: skip
     parser.add_argument(
         "--first-last-layers-bf16", action="store_true", help="replace the recipe's BF16 blocks"

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = add_command(
         commands,
         "plan",
-        "calculate the time of a study's runs, and the commands that they fit into",
+        "estimate the time of a study's runs, and which of them fit into each command",
         epilog=_TRAINING,
     )
     _add_study(plan)
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument(
         "runs", nargs="+", metavar="[NAME=]RUN",
-        help="folder of a run; runs of one name are seeds, the first name is the baseline",
+        help="folder of a run; runs of one name differ in the seed, the first name is the baseline",
     )  # fmt: skip
     compare.add_argument(
         "--output", type=Path, metavar="FOLDER", help="folder for comparison.png and .html"
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     sensitivity = add_command(
         commands,
         "sensitivity",
-        "rank layers by error; write a recipe that keeps the worst in BF16",
+        "rank layers by quantization error, and write a recipe that keeps the worst in BF16",
         epilog=_TRAINING,
     )
     sensitivity.add_argument(
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     sensitivity.add_argument(
         "--keep", type=float, default=0.15, help="largest fraction of the weights to keep in BF16"
     )
-    sensitivity.add_argument("--output", type=Path, metavar="FILE.yaml", help="file to write")
+    sensitivity.add_argument("--output", type=Path, metavar="FILE.yaml", help="recipe to write")
     sensitivity.set_defaults(start=_sensitivity)
     return parser
 
