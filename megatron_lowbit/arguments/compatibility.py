@@ -147,7 +147,7 @@ def pipeline(args: Namespace) -> Rows:
     layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
     if not layout:
         return {}
-    chunks = PipelineParallelLayerLayout.from_str(layout, stages).layout[0]
+    chunks = PipelineParallelLayerLayout(layout, stages).layout[0]
     return {
         f"--pipeline-model-parallel-layout {layout}: m cannot follow E in another chunk of the "
         "first stage, as Megatron-LM does not add the gradients of their embeddings": any(

@@ -43,11 +43,14 @@ def printed(text: str, capsys) -> list[str]:
         (f"--gpus 37 {LLAMA_8B}", 48),
     ],
 )
-def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(words, enough, capsys):
+def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(
+    words, enough, capsys, caplog
+):
+    caplog.set_level("INFO")
     with pytest.raises(UserError, match=f"; use --gpus {enough}\\b") as error:
         main(shlex.split(words))
     assert "\n" not in str(error.value)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == caplog.text == ""
 
 
 def test_the_layout_as_given_of_more_layers_than_are_searched():

@@ -27,4 +27,4 @@ def embedding_ranks(args: Namespace, ranks: list[int]) -> list[int]:
 def _layout(args: Namespace) -> PipelineParallelLayerLayout | None:
     """Return ``--pipeline-model-parallel-layout``, of which ``args`` hold the text."""
     text, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
-    return text and PipelineParallelLayerLayout.from_str(text, stages)
+    return text and PipelineParallelLayerLayout(text, stages)
