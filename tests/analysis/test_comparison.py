@@ -146,7 +146,7 @@ def test_the_gap_that_so_many_seeds_show(write_run, capsys):
     assert abs(share - 0.8) < 4 * (0.8 * 0.2 / 100_000) ** 0.5
     main(["compare", *(f"{name}={folder}" for name, folder in runs)])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"by seeds: {100 * visible_gap(other.gap_error, 4, 4):.2g}% with 4, " in shown
+    assert f"power of 80%: {100 * visible_gap(other.gap_error, 4, 4):.2g}% with 4, " in shown
 
 
 @pytest.mark.parametrize("seeds", others_slow([4, 8], [4]))
@@ -245,7 +245,7 @@ def test_a_shorter_run_has_no_gap_at_the_end(write_run, capsys):
     assert math.isnan(short_row.gap) and math.isnan(short_row.gap_error)
     main(["compare", *(f"{name}={folder}" for name, folder in runs)])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "│ none │" in shown and "none: not all runs of the name and of a have as many" in shown
+    assert "│ none │" in shown and "Rows without a gap have runs of other lengths than a." in shown
     _, other, short = gap_curves(contenders)
     assert np.isfinite(short.gap[:150]).all() and np.isnan(short.gap[150:]).all()
     assert np.isfinite(other.error).all() and np.isnan(short.error[150:]).all()
