@@ -108,7 +108,7 @@ def train_rank(folder: Path, words: list[str]) -> None:
     """Train as one rank; write its steps to ``folder``/RANK.json."""
     import megatron_lowbit.megatron  # noqa: F401  before megatron
     from megatron_lowbit.arguments import parse_arguments
-    from megatron_lowbit.arguments.parse import command_line
+    from megatron_lowbit.arguments.upstream import command_line
     from megatron_lowbit.megatron import pretrain
 
     watch = Watch()

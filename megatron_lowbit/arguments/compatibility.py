@@ -6,7 +6,7 @@ whether the combination is given. Training, dry runs and plans read all of them 
 
 from argparse import Namespace
 
-from megatron_lowbit.arguments.graph_compatibility import Rows, cuda_graphs, graphs_of_experts
+from megatron_lowbit.arguments.graph_compatibility import cuda_graphs, graphs_of_experts
 from megatron_lowbit.arguments.layer_compatibility import (
     experts,
     gemma_layers,
@@ -15,6 +15,8 @@ from megatron_lowbit.arguments.layer_compatibility import (
 )
 from megatron_lowbit.arguments.parse import OF_RECIPES, check_without_recipe, on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
+from megatron_lowbit.arguments.recipe_compatibility import of_recipe
+from megatron_lowbit.arguments.rows import Rows, excluded
 from megatron_lowbit.command_line import value_of
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe
@@ -27,37 +29,23 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     checked as the machine that it describes. ``recipe`` is None without ``--precision-recipe``.
     """
     args = on_described_machine(args)
-    rows = [attention_mask(args), local_layers(args), fused_loss(args), graphs_of_experts(args)]
-    rows += [megatron_fsdp(args), schedules(args), gemma_layers(args), document_masks(args)]
-    rows += [layer_wise_optimizer(args), distillation(args), bad_iterations(args)]
-    rows += [positions(args), recomputation(args), experts(args), pipeline(args)]
+    for table in (
+        attention_mask, local_layers, fused_loss, graphs_of_experts, megatron_fsdp, schedules,
+        gemma_layers, document_masks, layer_wise_optimizer, distillation, bad_iterations, positions,
+        recomputation, experts, pipeline,
+    ):  # fmt: skip
+        refuse(table(args))
     if recipe is None:
-        given = {flag for flag in OF_RECIPES if value_of(args, flag)}
-        check_without_recipe(given)
-    else:
-        if any(precision.quantized for precision in recipe.precisions()):
-            rows.append(quantized_layers(args))
-        if recipe.takes_output_layer:
-            rows.append(output_layer(args))
-        rows += [cuda_graphs(args, recipe), mxnorm(args, recipe), oscillation(args, recipe)]
-        rows += [fused_allreduce_norm(args), quantized_param_gather(args), quantization_log(args)]
-        rows.append(quantized_expert_dispatch(args))
-    for each in rows:
-        refuse(each)
+        check_without_recipe({flag for flag in OF_RECIPES if value_of(args, flag)})
+        return
+    for rows in (*of_recipe(args, recipe), cuda_graphs(args, recipe)):
+        refuse(rows)
 
 
 def refuse(rows: Rows) -> None:
     """Raise a UserError with the error of the first combination that is given."""
     for error, given in rows.items():
         require(not given, error)
-
-
-def _rows(template: str, reasons: dict[str, tuple[str, object]]) -> Rows:
-    """Return the rows of flags, each with a reason and whether it is given, by one template."""
-    return {
-        template.format(flag=flag, reason=reason): given
-        for flag, (reason, given) in reasons.items()
-    }
 
 
 def attention_mask(args: Namespace) -> Rows:
@@ -160,20 +148,14 @@ def distillation(args: Namespace) -> Rows:
     """Return arguments that exclude ``--distill-from``."""
     if args.distill_from is None:
         return {}
-    return _rows("{flag} with --distill-from: {reason}; omit one of them", {
-        "--pipeline-model-parallel-size above 1": (
-            "the teacher is not divided into stages", args.pipeline_model_parallel_size > 1
-        ),
-        "--mtp-num-layers": ("only the next token has a target", args.mtp_num_layers),
-        "--mxnorm": ("the teacher would have its norms", args.mxnorm),
-        "--fp8-format": ("the teacher would be quantized; name a recipe", args.fp8),
-        "--fp4-format": ("the teacher would be quantized; name a recipe", args.fp4),
-        "--cuda-graph-impl": ("the teacher is not captured", args.cuda_graph_impl != "none"),
-        "--use-megatron-fsdp": ("the teacher is not divided", args.use_megatron_fsdp),
-        "--use-torch-fsdp2": ("the teacher is not divided", args.use_torch_fsdp2),
-        "--overlap-moe-expert-parallel-comm": (
-            "its schedule passes by the teacher", args.overlap_moe_expert_parallel_comm
-        ),
+    return excluded(args, "{flag} with --distill-from: {reason}; omit one of them", {
+        "the teacher is not divided into stages": "--pipeline-model-parallel-size above 1",
+        "only the next token has a target": "--mtp-num-layers",
+        "the teacher would have its norms": "--mxnorm",
+        "the teacher would be quantized; name a recipe": "--fp8-format, --fp4-format",
+        "the teacher is not captured": "--cuda-graph-impl",
+        "the teacher is not divided": "--use-megatron-fsdp, --use-torch-fsdp2",
+        "its schedule passes by the teacher": "--overlap-moe-expert-parallel-comm",
     })  # fmt: skip
 
 
@@ -181,19 +163,14 @@ def megatron_fsdp(args: Namespace) -> Rows:
     """Return arguments with which Megatron-FSDP ends the run."""
     if not args.use_megatron_fsdp:
         return {}
-    return _rows("{flag} with --use-megatron-fsdp: {reason}", {
-        "--async-save --async-strategy mcore": (
-            "the first save ends in an error of Megatron-LM; omit --async-save",
-            args.async_save and args.async_strategy == "mcore",
+    saves = "--async-save --async-strategy mcore with --use-megatron-fsdp: the first save ends in "
+    return {
+        f"{saves}an error of Megatron-LM; omit --async-save": (
+            args.async_save and args.async_strategy == "mcore"
         ),
-        "--pipeline-model-parallel-size above 1": (
-            "its mesh of ranks has no pipeline stages; omit one of them",
-            args.pipeline_model_parallel_size > 1,
-        ),
-        "--cuda-graph-impl": (
-            "its hooks and parameters cannot be captured; omit one of them",
-            args.cuda_graph_impl != "none",
-        ),
+    } | excluded(args, "{flag} with --use-megatron-fsdp: {reason}; omit one of them", {
+        "its mesh of ranks has no pipeline stages": "--pipeline-model-parallel-size above 1",
+        "its hooks and parameters cannot be captured": "--cuda-graph-impl",
     })  # fmt: skip
 
 
@@ -211,176 +188,12 @@ def schedules(args: Namespace) -> Rows:
     }
 
 
-def quantized_layers(args: Namespace) -> Rows:
-    """Return arguments that would leave layers unquantized."""
-    replaced = "a recipe takes the place of Megatron-LM's own"
-    in_backward = "weight gradients are computed in the backward pass"
-    return _rows("{flag} under a recipe: {reason}; omit it", {
-        "--delay-wgrad-compute": (in_backward, args.delay_wgrad_compute),
-        "--overlap-dispatch-backward-with-experts-wgrad": (
-            in_backward, args.overlap_dispatch_backward_with_experts_wgrad
-        ),
-        "--expert-tensor-parallel-num-weight-shards": (
-            "experts' weights must be whole", args.expert_gtp_weight_remat_size > 1
-        ),
-        "--use-transformer-engine-op-fuser": (
-            "its operations pass by the layers' forward pass", args.use_transformer_engine_op_fuser
-        ),
-        "--use-grouped-gemm-for-shared-expert": (
-            "its operations pass by the layers' forward pass",
-            args.use_grouped_gemm_for_shared_expert,
-        ),
-        "--fp8-format": (replaced, args.fp8 is not None),
-        "--fp4-format": (replaced, args.fp4 is not None),
-        "--fp16": ("recipes quantize BF16 and FP32", vars(args).get("fp16")),
-    })  # fmt: skip
-
-
-def output_layer(args: Namespace) -> Rows:
-    """Return arguments with which Megatron-LM computes the output layer's products itself."""
-    shards = vars(args).get("gtp_weight_remat_size", 1)
-    template = "{flag} does not go with a recipe's output_layer: {reason}; omit one of them"
-    return _rows(template, {
-        "--defer-embedding-wgrad-compute": (
-            "its wgrad, after the last microbatch, is in BF16", args.defer_embedding_wgrad_compute
-        ),
-        "--tensor-parallel-num-weight-shards": ("its weight would not be whole", shards > 1),
-    })  # fmt: skip
-
-
-def mxnorm(args: Namespace, recipe: Recipe) -> Rows:
-    """Return layers, norms and recipes that ``--mxnorm`` excludes."""
-    if not args.mxnorm:
-        return {}
-    return {
-        "fallback and hot_channels do not go with --mxnorm: its input is never whole": any(
-            precision.keeps_sources for precision in recipe.precisions()
-        ),
-        "--mxnorm needs --transformer-impl local": args.transformer_impl != "local",
-        "--mxnorm needs --normalization RMSNorm": args.normalization != "RMSNorm",
-        "--mxnorm excludes --apply-layernorm-1p: its gains are w, not 1 + w; omit one of them": (
-            args.layernorm_zero_centered_gamma
-        ),
-    }
-
-
-def oscillation(args: Namespace, recipe: Recipe) -> Rows:
-    """Return arguments under which no rank has a layer's whole master weight."""
-    if not recipe.oscillation:
-        return {}
-    tensor, reason = args.tensor_model_parallel_size, "each rank needs the whole FP32 weights of"
-    flags = {
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
-        f"--tensor-model-parallel-size {tensor}": tensor > 1,
-        f"--num-experts {args.num_experts}": args.num_experts,
-    }
-    return {
-        f"{flag} does not go with a recipe's oscillation: {reason} its layers": given
-        for flag, given in flags.items()
-    }
-
-
-def fused_allreduce_norm(args: Namespace) -> Rows:
-    """Return models with more than a norm between two linear layers of a block."""
-    if not args.fused_allreduce_norm:
-        return {}
-    needs = {
-        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
-        "--transformer-impl local": args.transformer_impl == "local",
-        "--normalization RMSNorm": args.normalization == "RMSNorm" and not args.mxnorm,
-        "--disable-bias-linear": not args.add_bias_linear,
-        "--hidden-dropout 0": args.hidden_dropout == 0.0,
-        "a model without --sequence-parallel": not args.sequence_parallel,
-        "a model without --num-experts": args.num_experts is None,
-        "a model without --apply-layernorm-1p": not args.layernorm_zero_centered_gamma,
-        "a GPT": args.hybrid_layer_pattern is None,
-    }
-    missing = [name for name, holds in needs.items() if not holds]
-    return {f"--fused-allreduce-norm needs {', '.join(missing)}": missing}
-
-
 def layer_wise_optimizer(args: Namespace) -> Rows:
     """Return runs in FP32 of an optimizer that lacks a method which the training loop calls."""
     in_fp32 = args.use_layer_wise_distributed_optimizer and not args.bf16
     return {
         "--optimizer dist_muon, or muon with --use-distributed-optimizer, needs --bf16, which a "
         "CPU does not have: give --optimizer muon without that argument": in_fp32
-    }
-
-
-def quantized_param_gather(args: Namespace) -> Rows:
-    """Return arguments under which weights cannot be stored as codes."""
-    flag = "--quantized-param-gather"
-    if not args.quantized_param_gather:
-        return {}
-    needs = {
-        "--optimizer adam": args.optimizer == "adam",
-        "--use-distributed-optimizer, which has the FP32 weights": args.use_distributed_optimizer,
-        "--bf16: without it the weights are the optimizer's own": args.bf16,
-        "--ckpt-format torch_dist": args.ckpt_format == "torch_dist",
-        "--num-distributed-optimizer-instances 1": args.num_distributed_optimizer_instances == 1,
-    }
-    overlap = args.overlap_param_gather_with_optimizer_step
-    hashes = args.check_weight_hash_across_dp_replicas_interval
-    excludes = {
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
-        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
-        "--overlap-param-gather-with-optimizer-step": overlap,
-        "--cuda-graph-impl": args.cuda_graph_impl != "none",
-        "--use-nccl-ub": args.nccl_ub,
-        "--moe-grouped-gemm": args.moe_grouped_gemm,
-        "--mxnorm": args.mxnorm,
-        "--skip-train": args.skip_train,
-        "--log-quantization-error-interval": args.log_quantization_error_interval,
-        "--save-params-interval": args.save_params_interval is not None,
-        "--check-weight-hash-across-dp-replicas-interval": hashes is not None,
-        "--qk-clip": args.qk_clip,
-    }
-    return _needs_and_excludes(flag, needs, excludes)
-
-
-def _needs_and_excludes(flag: str, needs: Rows, excludes: Rows) -> Rows:
-    return {f"{flag} needs {other}": not holds for other, holds in needs.items()} | {
-        f"{flag} excludes {other}: omit one of them": given for other, given in excludes.items()
-    }
-
-
-def quantized_expert_dispatch(args: Namespace) -> Rows:
-    """Return arguments under which experts' tokens cannot be sent as codes."""
-    flag = "--quantized-expert-dispatch"
-    if not args.quantized_expert_dispatch:
-        return {}
-    needs = {
-        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
-        "--expert-tensor-parallel-size 1": args.expert_tensor_parallel_size in (None, 1),
-        "--moe-token-dispatcher-type alltoall": args.moe_token_dispatcher_type == "alltoall",
-        "--moe-grouped-gemm": args.moe_grouped_gemm,
-        "--disable-bias-linear": not args.add_bias_linear,
-    }
-    excludes = {
-        "--moe-pad-expert-input-to-capacity": args.moe_pad_expert_input_to_capacity,
-        "--moe-apply-probs-on-input": args.moe_apply_probs_on_input,
-        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
-        "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
-        "--cuda-graph-impl": args.cuda_graph_impl != "none",
-        "--log-quantization-error-interval": args.log_quantization_error_interval,
-    }
-    return _needs_and_excludes(flag, needs, excludes)
-
-
-def quantization_log(args: Namespace) -> Rows:
-    """Return runs whose quantization errors cannot be logged."""
-    name, interval = "--log-quantization-error-interval", args.log_quantization_error_interval
-    written = args.save or args.tensorboard_dir or args.wandb_project
-    return {
-        f"{name} {interval}: must not be negative": interval < 0,
-        f"{name} needs --save, --tensorboard-dir or --wandb-project": interval and not written,
-        f"{name} needs --cuda-graph-impl none: nothing is measured inside a CUDA graph": (
-            interval and args.cuda_graph_impl != "none"
-        ),
     }
 
 

@@ -2,11 +2,9 @@
 
 from argparse import Namespace
 
+from megatron_lowbit.arguments.rows import Rows
 from megatron_lowbit.kernels.support import has_kernel
 from megatron_lowbit.recipes import LinearPrecision, Recipe
-
-Rows = dict[str, object]
-"""True for a combination of arguments that is given, by the error that names it and a way out."""
 
 
 def graphs_of_experts(args: Namespace) -> Rows:

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_lowbit.arguments.graph_compatibility import Rows
+from megatron_lowbit.arguments.rows import Rows, excluded
 
 
 def positions(args: Namespace) -> Rows:
@@ -88,18 +88,14 @@ def gemma_layers(args: Namespace) -> Rows:
         "--residual-multiplier does not go with --sandwich-norm": is_scaled and args.sandwich_norm,
     }
     if args.sandwich_norm or base or is_scaled:
-        excluded = {
-            "--transformer-impl transformer_engine": args.transformer_impl != "local",
-            "--mxnorm": args.mxnorm,
-            "--fused-allreduce-norm": args.fused_allreduce_norm,
-            "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
-            "--context-parallel-size above 1": args.context_parallel_size > 1,
-            "--mtp-num-layers": args.mtp_num_layers,  # Megatron-LM builds its blocks itself.
-        }
-        rows |= {
-            f"--sandwich-norm, --residual-multiplier, --window-rotary-base exclude {flag}": given
-            for flag, given in excluded.items()
-        }
+        flags = "--sandwich-norm, --residual-multiplier, --window-rotary-base"
+        rows[f"{flags} exclude --transformer-impl transformer_engine"] = (
+            args.transformer_impl != "local"
+        )
+        rows |= excluded(args, f"{flags} exclude {{flag}}", {
+            # Megatron-LM builds the blocks of multi-token prediction itself.
+            "": "--mxnorm, --fused-allreduce-norm, --hybrid-layer-pattern, --mtp-num-layers",
+        })  # fmt: skip
     is_rotary = args.position_embedding_type == "rope"
     return rows | {
         "--window-rotary-base does not go with --multi-latent-attention": (

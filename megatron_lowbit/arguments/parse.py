@@ -5,31 +5,23 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 from megatron_lowbit.arguments.cpu import adapt_to_cpu
 from megatron_lowbit.arguments.from_checkpoint import check_loads
 from megatron_lowbit.arguments.idle import idle_arguments
-from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
+from megatron_lowbit.arguments.parser import front_parser, read_command_line
 from megatron_lowbit.arguments.precision import (
     BF16_BLOCKS,
     Machine,
     check_layers,
     translate_precision,
 )
+from megatron_lowbit.arguments.upstream import environment, parse_upstream
 from megatron_lowbit.arguments.upstream_output import redirect_upstream
-from megatron_lowbit.arguments.values import (
-    check_folders,
-    check_microbatches,
-    check_profiled_iterations,
-    check_samples,
-    check_values,
-    check_warmup,
-)
+from megatron_lowbit.arguments.values import check_folders, check_values
 from megatron_lowbit.command_line import CommandLine, print_help, value_of
-from megatron_lowbit.errors import UserError, as_user_error, failed_check, require, say
-from megatron_lowbit.replaced import replaced
+from megatron_lowbit.errors import require, say
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
@@ -69,8 +61,6 @@ _NOT_WITH_SFT = (
 )  # fmt: skip
 """Arguments that Megatron-LM's dataset of conversations does not support."""
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
-_REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
-"""Exceptions by which Megatron-LM refuses arguments."""
 _OF_QUANTIZED_LAYERS = (
     "--eval-precision", "--quantization-engine", "--log-quantization-error-interval", *BF16_BLOCKS,
 )  # fmt: skip
@@ -129,7 +119,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     is_short = args.short_log or args.dry_run
     redirected = redirect_upstream(printed.append) if is_short else nullcontext()
     with environment("WORLD_SIZE", None if ranks is None else str(ranks)), redirected:
-        parsed = _parse_upstream(tokens, args.mtp_num_layers)
+        parsed = parse_upstream(tokens, args.mtp_num_layers)
     parsed.upstream_lines = "".join(printed)
     if args.dry_run and not args.short_log:
         say(*_LISTING.sub("", parsed.upstream_lines).splitlines())
@@ -154,8 +144,6 @@ def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> Non
         require(flag not in words or other in words, f"{flag} needs {other}")
     for flag in _NOT_WITH_SFT if args.sft else ():
         require(flag not in words, f"{flag} is not for conversations: omit --sft or it")
-    require(not args.mxnorm or args.normalization != "LayerNorm",
-            "--mxnorm needs --normalization RMSNorm")  # fmt: skip
     for flag in ("--mxnorm-p", "--mxnorm-post-round"):
         normed = args.mxnorm or args.normalization == "MXNorm"
         require(normed or flag not in words, f"{flag} needs --mxnorm")
@@ -282,119 +270,6 @@ def _count_samples(args: Namespace, words: CommandLine) -> str:
             words.add(f"--{part}-samples", str(samples))
             changed.append(f"{flag} as --{part}-samples {samples}")
     return f"--phase-transition-iterations: given to Megatron-LM: {', '.join(changed)}"
-
-
-def command_line(tokens: Sequence[str]) -> AbstractContextManager[None]:
-    """Set the arguments in ``sys.argv``, which Megatron-LM parses."""
-    return replaced(sys, "argv", [sys.argv[0], *tokens])
-
-
-@contextmanager
-def environment(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable that Megatron-LM reads; None leaves it unchanged."""
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
-def _parse_upstream(tokens: list[str], predictions: int | None) -> Namespace:
-    """Run Megatron-LM's parsing and validation, which read ``sys.argv``, or raise UserError.
-
-    ``predictions`` is the ``--mtp-num-layers`` that is given.
-    """
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.global_vars import unset_global_variables
-
-    try:
-        with translate_refusals(), command_line(tokens), translate_tokenizer_errors():
-            args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
-            check_warmup(args)
-            check_profiled_iterations(args)
-            if not args.skip_train:
-                check_microbatches(args)
-            if args.full_validation or args.eval_iters > 0:
-                check_microbatches(args, "eval-")
-            if not args.dry_run:
-                check_samples(args)
-            _check_vocabulary(args)
-            _check_predictions(args, predictions)
-        return args
-    except UserError:
-        # Variables that are set by now would prevent another run in this process.
-        unset_global_variables()
-        raise
-
-
-@contextmanager
-def translate_refusals() -> Iterator[None]:
-    """Raise a UserError in place of an exception by which Megatron-LM refuses arguments."""
-    try:
-        yield
-    except UserError:
-        raise
-    except _REFUSALS as error:
-        raise UserError(in_one_line(error)) from error
-    except Exception as error:
-        # Megatron-LM computes with some values before it checks them.
-        raise UserError(f"Megatron-LM cannot follow the arguments: {in_one_line(error)}") from error
-
-
-def _check_vocabulary(args: Namespace) -> None:
-    """Raise UserError if tensor-parallel ranks cannot divide the embedding's rows evenly."""
-    rows, ranks = args.padded_vocab_size or 0, args.tensor_model_parallel_size
-    require(
-        rows % ranks == 0,
-        f"--padded-vocab-size {rows} cannot be divided by --tensor-model-parallel-size {ranks}; "
-        f"give --padded-vocab-size {rows + -rows % ranks}, also for a checkpoint with {rows} rows: "
-        "the other rows stand for no token",
-    )
-
-
-def _check_predictions(args: Namespace, given: int | None) -> None:
-    """Raise UserError for multi-token prediction that a hybrid's pattern does not have."""
-    if args.hybrid_layer_pattern is None or given is None:
-        return
-    predictions = args.mtp_num_layers if "/" in args.hybrid_layer_pattern else 0
-    require(
-        given == predictions,
-        f"--mtp-num-layers {given}: --hybrid-layer-pattern {args.hybrid_layer_pattern} has "
-        f"{predictions} layers of multi-token prediction; append a pattern for each, such as /*-",
-    )
-
-
-def translate_tokenizer_errors() -> AbstractContextManager[None]:
-    """Raise UserError for a tokenizer that Megatron-LM cannot build."""
-    from megatron.training import global_vars
-
-    original = global_vars.build_tokenizer
-
-    def build(args: Namespace) -> Any:
-        require(args.tokenizer_type, "give --tokenizer-type, such as HuggingFaceTokenizer")
-        name = f"--tokenizer-model {args.tokenizer_model}"
-        if args.tokenizer_model is None:
-            name = f"--tokenizer-type {args.tokenizer_type} without --tokenizer-model"
-        with as_user_error(f"{name}: cannot be loaded"):
-            return original(args)
-
-    return replaced(global_vars, "build_tokenizer", build)
-
-
-def in_one_line(error: Exception) -> str:
-    """Return the message of an exception of Megatron-LM; without a message, the failed check."""
-    message = " ".join(str(error).split())
-    if not message:
-        check = failed_check(error).removesuffix(" is not None")
-        missing = re.fullmatch(r"args\.\w+", check)
-        message = f"{check} is missing" if missing else f"Megatron-LM requires {check}"
-    if "apply_rope_fusion" in message:  # a field of the configuration, true by default
-        message += " Or give --no-rope-fusion."
-    return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)
 
 
 def on_described_machine(args: Namespace) -> Namespace:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron_lowbit.arguments import parse_arguments
-from megatron_lowbit.arguments.parse import command_line
+from megatron_lowbit.arguments.upstream import command_line
 from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.folders import reason
 from megatron_lowbit.megatron.run import errors

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron_lowbit.arguments.parse import translate_refusals
+from megatron_lowbit.arguments.upstream import translate_refusals
 from megatron_lowbit.arguments.values import check_microbatches
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.planning.model import check_plannable

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_lowbit import arguments, command_line
-from megatron_lowbit.arguments import compatibility
 from megatron_lowbit.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
-from megatron_lowbit.arguments.parse import _NEVER, _translate, in_one_line
+from megatron_lowbit.arguments.parse import _NEVER, _translate
 from megatron_lowbit.arguments.parser import read_command_line
 from megatron_lowbit.arguments.precision import Machine
+from megatron_lowbit.arguments.upstream import in_one_line
 from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError
 from tests import processes
@@ -163,7 +163,6 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such/folder", "/no/such"),
         ("--world-size 2", "--world-size needs --dry-run"),
         ("--dry-run --world-size 0", "--world-size 0: must be from 1 to"),
-        ("--mxnorm", "--mxnorm needs --normalization RMSNorm"),
         ("--mxnorm-p 0", "--mxnorm-p 0.0: must be positive"),
         ("--load-latest-valid", "needs --load"),
         ("--save-keep-last 2", "needs --save"),
@@ -429,28 +428,6 @@ def test_documents_get_masks_in_spite_of_a_preset_without_them(capsys):
     assert parse(f"{without} --reset-attention-mask").create_attention_mask_in_dataloader
     out = capsys.readouterr().out
     assert f"--reset-attention-mask: ignored {without}, for documents need masks" in out
-
-
-@pytest.mark.parametrize(
-    ("layers", "obstacle"),
-    [
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
-        ({"masked_softmax_fusion": True}, "--masked-softmax-fusion"),
-        ({"pipeline_model_parallel_size": 3}, "more than two pipeline stages"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "more than two pipeline stages"),
-    ],
-)
-def test_masks_that_layers_ignore_are_refused(layers, obstacle):
-    local = argparse.Namespace(
-        reset_attention_mask=True, transformer_impl="local", masked_softmax_fusion=False,
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
-    )  # fmt: skip
-    compatibility.refuse(compatibility.attention_mask(local))
-    changed = argparse.Namespace(**vars(local) | layers)
-    with pytest.raises(UserError, match=f"--reset-attention-mask has no effect with {obstacle}"):
-        compatibility.refuse(compatibility.attention_mask(changed))
-    changed.reset_attention_mask = False
-    compatibility.refuse(compatibility.attention_mask(changed))
 
 
 @on_a_cpu

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from test_gguf import write_model as write_llama
 
-from megatron_lowbit.arguments.parse import parse_arguments, translate_tokenizer_errors
+from megatron_lowbit.arguments.parse import parse_arguments
+from megatron_lowbit.arguments.upstream import translate_tokenizer_errors
 from megatron_lowbit.conversion.convert import to_megatron
 from megatron_lowbit.conversion.gguf_file import to_gguf
 from megatron_lowbit.data.tokenizer import load_tokenizer

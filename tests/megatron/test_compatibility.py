@@ -8,7 +8,7 @@ from megatron_lowbit.arguments import compatibility, front_parser
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 from megatron_lowbit.megatron.run.workarounds import train_biases_of_experts
-from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.recipes import load_recipe, load_recipes
 
 # isort: split
 from megatron.core.transformer.enums import CudaGraphModule
@@ -58,218 +58,218 @@ def test_local_experts_with_biases_are_trained_by_a_hook():
     assert hooks(None, num_experts=2, add_bias_linear=False) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "flag"),
-    [
-        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
-        ("gtp_weight_remat_size", 2, "--tensor-parallel-num-weight-shards"),
-    ],
-)
-def test_arguments_that_compute_the_output_layer_are_refused(name, value, flag):
-    recipe = load_recipe("nvfp4", "output_layer=fp8-tile")
-    args = Namespace(**{**USUAL, name: value})
-    with pytest.raises(UserError, match=f"^{flag} does not go with a recipe's output_layer: "):
-        compatibility.check(args, recipe)
-    compatibility.check(args, load_recipe("nvfp4"))
+def check(recipe: list[str] | None, *overrides: str, **more: object) -> None:
+    args = Namespace(**{**USUAL, "precision_recipe": recipe, **more})
+    compatibility.check(args, recipe and load_recipes(recipe, overrides))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "flag"),
-    [
-        ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
-        (
-            "overlap_dispatch_backward_with_experts_wgrad", True,
-            "--overlap-dispatch-backward-with-experts-wgrad",
-        ),
-        ("expert_gtp_weight_remat_size", 2, "--expert-tensor-parallel-num-weight-shards"),
-        ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
-        ("use_grouped_gemm_for_shared_expert", True, "--use-grouped-gemm-for-shared-expert"),
-        ("fp8", "e4m3", "--fp8-format"),
-        ("fp4", "e2m1", "--fp4-format"),
-    ],
-)  # fmt: skip
-def test_arguments_that_do_not_fit_a_quantizing_recipe_are_refused(name, value, flag):
-    with pytest.raises(UserError, match=f"^{flag} under a recipe: "):
-        hooks(["nvfp4"], **{name: value})
-    assert len(hooks(["bf16"], **{name: value})) == 1
+def given(flags: str, value: object = True) -> dict[str, dict[str, object]]:
+    """Return the change of each flag that sets the attribute of its name to a value."""
+    return {flag: {flag[2:].replace("-", "_"): value} for flag in flags.split()}
 
 
-LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
-EXPERTS = {"num_experts": 2, "moe_grouped_gemm": True}
-WINDOW = {"window_size": (4, 0), "reset_attention_mask": True}
-INTERLEAVED = {
-    "cuda_graph_impl": "transformer_engine", "virtual_pipeline_model_parallel_size": 2,
+TE = {"transformer_impl": "transformer_engine"}
+QUANTIZED = given("""
+    --delay-wgrad-compute --overlap-dispatch-backward-with-experts-wgrad
+    --use-transformer-engine-op-fuser --use-grouped-gemm-for-shared-expert
+""") | {
+    "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
+    "--fp8-format": {"fp8": "e4m3"},
+    "--fp4-format": {"fp4": "e2m1"},
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("model", "needed"),
-    [
-        (LATENT, "--tensor-model-parallel-size must be 1"),
-        (EXPERTS, "grouped experts have no biases; give --disable-bias-linear"),
-        (WINDOW, "omit --reset-attention-mask"),
-        ({"cuda_graph_impl": "local"}, "give --cuda-graph-impl transformer_engine"),
-        (INTERLEAVED, "omit the stages"),
-    ],
-)
-@pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
-def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
-    with pytest.raises(UserError, match=needed):
-        hooks(recipe, **model)
-    hooks(recipe, **{**model, "reset_attention_mask": False}, transformer_impl="transformer_engine")
-
-
-@pytest.mark.parametrize(
-    ("flag", "given"),
-    [
-        ("--async-save --async-strategy mcore", {"async_save": True, "async_strategy": "mcore"}),
-        ("--pipeline-model-parallel-size above 1", {"pipeline_model_parallel_size": 2}),
-        ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
-    ],
-)
-def test_arguments_that_end_runs_of_megatron_fsdp_are_refused(flag, given):
-    with pytest.raises(UserError, match=f"^{flag} with --use-megatron-fsdp: .* omit "):
-        hooks(None, use_megatron_fsdp=True, transformer_impl="transformer_engine", **given)
-    hooks(None, transformer_impl="transformer_engine", **given)
-
-
-@pytest.mark.parametrize(
-    ("needed", "given"),
-    [
-        ("Transformer Engine layers", {"transformer_impl": "local"}),
-        ("a GPT", {"hybrid_layer_pattern": "M*"}),
-        ("--pad-documents-to-multiple-of 4", {"context_parallel_size": 2}),
-        (
-            "--pad-documents-to-multiple-of 8",
-            {"context_parallel_size": 4, "pad_documents_to_multiple_of": 4},
-        ),
-        ("--micro-batch-size 1 in a pipeline", {"pipeline_model_parallel_size": 2}),
-        ("--cuda-graph-impl none", {"cuda_graph_impl": "local"}),
-        ("a data set of documents", {"sft": True}),
-        ("samples of whole documents", {"fim_data": True}),
-        ("no --reset-position-ids", {"reset_position_ids": True}),
-    ],
-)
-def test_masks_of_documents_say_what_they_need(needed, given):
-    masks = {"dataloader_inter_document_masking": True, "transformer_impl": "transformer_engine"}
-    hooks(["nvfp4"], **masks)
-    hooks(["nvfp4"], **masks, pipeline_model_parallel_size=2, micro_batch_size=1)
-    with pytest.raises(UserError, match=f"^--dataloader-inter-document-masking needs {needed}"):
-        hooks(["nvfp4"], **{**masks, **given})
-
-
-def test_lengths_of_documents_divide_the_sequence():
-    masks = {"dataloader_inter_document_masking": True, "transformer_impl": "transformer_engine"}
-    hooks(None, **masks, seq_length=32, context_parallel_size=2, pad_documents_to_multiple_of=8)
-    for multiple in (0, -4, 12, 64):
-        with pytest.raises(UserError, match=f"of {multiple} must divide --seq-length 32"):
-            hooks(None, **masks, seq_length=32, pad_documents_to_multiple_of=multiple)
-    flag = "--pad-documents-to-multiple-of 4 needs --dataloader-inter-document-masking"
-    with pytest.raises(UserError, match=f"^{flag}$"):
-        hooks(None, pad_documents_to_multiple_of=4)
-
-
-@pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
-def test_overlapped_experts_say_what_they_need(recipe):
-    overlapped = {"overlap_moe_expert_parallel_comm": True, "tensor_model_parallel_size": 2}
-    split = {**overlapped, "sequence_parallel": True}
-    hooks(recipe, **split)
-    with pytest.raises(UserError, match=r"^--overlap-moe-expert-parallel-comm needs a GPT: "):
-        hooks(recipe, **split, hybrid_layer_pattern="ME")
-    with pytest.raises(UserError, match=r"above 1 needs --sequence-parallel$"):
-        hooks(recipe, **overlapped)
-
-
+WINDOW = {"window_rotary_base": 10000}
 FUSED = {
     "fused_allreduce_norm": True, "tensor_model_parallel_size": 2, "normalization": "RMSNorm",
     "add_bias_linear": False, "hidden_dropout": 0.0,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "needed"),
-    [
-        ("tensor_model_parallel_size", 1, "--tensor-model-parallel-size above 1"),
-        ("transformer_impl", "transformer_engine", "--transformer-impl local"),
-        ("sequence_parallel", True, "a model without --sequence-parallel"),
-        ("normalization", "LayerNorm", "--normalization RMSNorm"),
-        ("hidden_dropout", 0.1, "--hidden-dropout 0"),
-        ("num_experts", 2, "a model without --num-experts"),
-        ("layernorm_zero_centered_gamma", True, "a model without --apply-layernorm-1p"),
-        ("hybrid_layer_pattern", "M*", "a GPT"),
-    ],
-)
-def test_the_fused_all_reduce_says_what_it_needs(name, value, needed):
-    assert len(hooks(["bf16"], **FUSED)) == 1
-    with pytest.raises(UserError, match=f"^--fused-allreduce-norm needs {needed}$"):
-        hooks(["bf16"], **{**FUSED, name: value})
-
-
-def test_mxnorm_refuses_gains_of_1_plus_weight():
-    args = Namespace(**{**USUAL, "mxnorm": True, "normalization": "RMSNorm"})
-    recipe = load_recipe("mxfp8")
-    compatibility.check(args, recipe)
-    args.layernorm_zero_centered_gamma = True
-    with pytest.raises(UserError, match=r"^--mxnorm excludes --apply-layernorm-1p: "):
-        compatibility.check(args, recipe)
-
-
-DISPATCH = {
+DISPATCH = TE | {
     "quantized_expert_dispatch": True, "expert_model_parallel_size": 2, "add_bias_linear": False,
     "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall",
     "moe_grouped_gemm": True, "num_experts": 4,
 }  # fmt: skip
+MASKS = TE | {"dataloader_inter_document_masking": True}
+OVERLAPPED = {
+    "overlap_moe_expert_parallel_comm": True, "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+}  # fmt: skip
+LATENT = {"multi_latent_attention": True}
+YARN = {"position_embedding_type": "yarn"}
+REFUSED = (
+    (["nvfp4"], {}, "^{} under a recipe: ", QUANTIZED),
+    (["mxfp8"], {"mxnorm": True, "normalization": "RMSNorm"}, "^--mxnorm {}", {
+        "excludes --apply-layernorm-1p: ": {"layernorm_zero_centered_gamma": True},
+        "needs --normalization RMSNorm$": {"normalization": "LayerNorm"},
+    }),
+    (None, {"reset_attention_mask": True}, "^--reset-attention-mask has no effect with {}", {
+        "--transformer-impl transformer_engine": TE,
+        "--masked-softmax-fusion": {"masked_softmax_fusion": True},
+        "more than two pipeline stages": {"pipeline_model_parallel_size": 3},
+        "more than two pipeline stages: ": {"virtual_pipeline_model_parallel_size": 2},
+    }),
+    (None, {}, "{}", {
+        "window ignore the mask; omit": {"window_size": (4, 0), "reset_attention_mask": True},
+        "size must be 1": LATENT | {"tensor_model_parallel_size": 2},
+        "no biases; give --disable-bias-linear": {"num_experts": 2, "moe_grouped_gemm": True},
+        "give --cuda-graph-impl transformer_engine": {"cuda_graph_impl": "local"},
+        "omit the stages": {
+            "cuda_graph_impl": "transformer_engine", "virtual_pipeline_model_parallel_size": 2,
+        },
+        "^--position-embedding-type relative: .*rope$": {"position_embedding_type": "relative"},
+        "^--position-embedding-type mrope: ": {"position_embedding_type": "mrope"},
+        "^--position-embedding-type yarn with --multi-latent.*--rope-type yarn$": YARN | LATENT,
+        r"^--multi-latent-attention: --hybrid-layer-pattern M\*- has none; write \+ for":
+            LATENT | {"hybrid_layer_pattern": "M*-"},
+        "^--rotary-interleaved with --position-embedding-type yarn: ":
+            YARN | {"rotary_interleaved": True},
+        "^--rotary-percent with --position-embedding-type yarn: ": YARN | {"rotary_percent": 0.5},
+        "needs --moe-grouped-gemm, ": {"moe_mlp_glu_interleave_size": 8, "num_experts": 2},
+        "needs --use-grouped-gemm-for-shared-expert$":
+            {"moe_shared_expert_glu_interleave_size": 8, "num_experts": 2},
+        "^--recompute-modules mlp needs --disable-bias-linear: ":
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        "^--geglu: the model has another activation": {"geglu": True, "swiglu": True},
+        "not go with --sandwich-norm": {"residual_multiplier": 0.5, "sandwich_norm": True},
+        "needs --position-emb": WINDOW | {"position_embedding_type": "none"},
+        "multi-latent-attention$": WINDOW | LATENT,
+        "^--window-rotary-base needs --window-size$": WINDOW,
+    }),
+    (None, WINDOW | {"window_size": (4, 0)}, "^--sandwich-norm, .* exclude {}$", {
+        "--transformer-impl transformer_engine": TE,
+        "--hybrid-layer-pattern": {"hybrid_layer_pattern": "M*"},
+        "--mtp-num-layers": {"mtp_num_layers": 1},
+    }),
+    (["bf16"], {}, "^--sandwich-norm, .* exclude {}$", {
+        "--mxnorm": {"residual_multiplier": 0.5, "mxnorm": True},
+        "--fused-allreduce-norm": {"sandwich_norm": True, "fused_allreduce_norm": True},
+    }),
+    (None, TE | {"use_megatron_fsdp": True}, "^{} with --use-megatron-fsdp: .* omit ", {
+        "--async-save --async-strategy mcore": {"async_save": True, "async_strategy": "mcore"},
+        "--pipeline-model-parallel-size above 1": {"pipeline_model_parallel_size": 2},
+        "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    }),
+    (["nvfp4"], MASKS, "^--dataloader-inter-document-masking needs {}", {
+        "Transformer Engine layers": {"transformer_impl": "local"},
+        "a GPT": {"hybrid_layer_pattern": "M*"},
+        "--pad-documents-to-multiple-of 4": {"context_parallel_size": 2},
+        "--pad-documents-to-multiple-of 8":
+            {"context_parallel_size": 4, "pad_documents_to_multiple_of": 4},
+        "--micro-batch-size 1 in a pipeline": {"pipeline_model_parallel_size": 2},
+        "--cuda-graph-impl none": {"cuda_graph_impl": "local"},
+        "a data set of documents": {"sft": True},
+        "samples of whole documents": {"fim_data": True},
+        "no --reset-position-ids": {"reset_position_ids": True},
+    }),
+    (None, OVERLAPPED, "{}", {
+        "^--overlap-moe-expert-parallel-comm needs a GPT: ": {"hybrid_layer_pattern": "ME"},
+        "above 1 needs --sequence-parallel$": {"sequence_parallel": False},
+    }),
+    (["bf16"], FUSED, "^--fused-allreduce-norm needs {}$", {
+        "--tensor-model-parallel-size above 1": {"tensor_model_parallel_size": 1},
+        "--transformer-impl local": TE,
+        "a model without --sequence-parallel": {"sequence_parallel": True},
+        "--normalization RMSNorm": {"normalization": "LayerNorm"},
+        "--hidden-dropout 0": {"hidden_dropout": 0.1},
+        "a model without --num-experts": {"num_experts": 2},
+        "a model without --apply-layernorm-1p": {"layernorm_zero_centered_gamma": True},
+        "a GPT": {"hybrid_layer_pattern": "M*"},
+    }),
+    (["fp8-tile"], DISPATCH, "^--quantized-expert-dispatch {}", {
+        "needs --expert-model-parallel-size above 1": {"expert_model_parallel_size": 1},
+        "needs --expert-tensor-parallel-size 1": {"expert_tensor_parallel_size": 2},
+        "needs --moe-token-dispatcher-type alltoall": {"moe_token_dispatcher_type": "flex"},
+        "needs --moe-grouped-gemm": {"moe_grouped_gemm": False},
+        "needs --disable-bias-linear": {"add_bias_linear": True},
+        "excludes --cuda-graph-impl: ": {"cuda_graph_impl": "full_iteration"},
+        "excludes --log-quantization-error-interval: ": {"log_quantization_error_interval": 5},
+    }),
+    (["fp8-tile"], DISPATCH, "^--quantized-expert-dispatch excludes {}: ", given("""
+        --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input
+        --fine-grained-activation-offloading --overlap-moe-expert-parallel-comm
+    """)),
+)  # fmt: skip
+"""Recipe, arguments that go with it, and changes that do not, by the error in a template."""
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "reason"),
+    ("recipe", "usual", "error", "change"),
     [
-        ("expert_model_parallel_size", 1, "needs --expert-model-parallel-size above 1"),
-        ("expert_tensor_parallel_size", 2, "needs --expert-tensor-parallel-size 1"),
-        ("moe_token_dispatcher_type", "flex", "needs --moe-token-dispatcher-type alltoall"),
-        ("moe_grouped_gemm", False, "needs --moe-grouped-gemm"),
-        ("add_bias_linear", True, "needs --disable-bias-linear"),
-        ("moe_pad_expert_input_to_capacity", True, "excludes --moe-pad-expert-input-to-capacity"),
-        ("moe_apply_probs_on_input", True, "excludes --moe-apply-probs-on-input"),
-        ("fine_grained_activation_offloading", True, "excludes --fine-grained-activation-off"),
-        ("overlap_moe_expert_parallel_comm", True, "excludes --overlap-moe-expert-parallel-comm"),
-        ("cuda_graph_impl", "transformer_engine", "excludes --cuda-graph-impl"),
-        ("log_quantization_error_interval", 5, "excludes --log-quantization-error-interval"),
+        pytest.param(recipe, usual, template.format(error), change, id=template.format(error))
+        for recipe, usual, template, changes in REFUSED
+        for error, change in changes.items()
     ],
 )
-def test_what_sending_codes_to_experts_needs_and_excludes(name, value, reason):
-    assert len(hooks(["fp8-tile"], **DISPATCH, transformer_impl="transformer_engine")) == 1
-    args = Namespace(**{**USUAL, **DISPATCH, name: value})
-    with pytest.raises(UserError, match=f"^--quantized-expert-dispatch {reason}"):
-        compatibility.refuse(compatibility.quantized_expert_dispatch(args))
+def test_what_does_not_go_together_is_refused(recipe, usual, error, change):
+    check(recipe, **usual)
+    with pytest.raises(UserError, match=error):
+        check(recipe, **usual | change)
+
+
+@pytest.mark.parametrize("change", QUANTIZED.values(), ids=QUANTIZED)
+def test_a_recipe_that_quantizes_nothing_excludes_less(change):
+    check(["bf16"], **change)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    "more",
     [
-        ({"geglu": True, "swiglu": True}, "--geglu: the model has another activation"),
-        ({"sandwich_norm": True, "transformer_impl": "transformer_engine"}, "transformer_engine"),
-        ({"sandwich_norm": True, "fused_allreduce_norm": True}, "--fused-allreduce-norm"),
-        (
-            {"residual_multiplier": 0.5, "mxnorm": True},
-            "--residual-multiplier, .* exclude --mxnorm",
-        ),
-        ({"residual_multiplier": 0.5, "sandwich_norm": True}, "not go with --sandwich-norm"),
-        ({"sandwich_norm": True, "mxnorm": True}, "--mxnorm"),
-        ({"window_rotary_base": 10000, "context_parallel_size": 2}, "--context-parallel-size"),
-        ({"window_rotary_base": 10000, "hybrid_layer_pattern": "M*"}, "--hybrid-layer-pattern"),
-        ({"sandwich_norm": True, "mtp_num_layers": 1}, "exclude --mtp-num-layers"),
-        ({"residual_multiplier": 0.5, "mtp_num_layers": 2}, "exclude --mtp-num-layers"),
-        ({"window_rotary_base": 10000, "mtp_num_layers": 1}, "exclude --mtp-num-layers"),
-        ({"window_rotary_base": 10000, "position_embedding_type": "none"}, "needs --position-emb"),
-        ({"window_rotary_base": 10000, "multi_latent_attention": True}, "multi-latent-attention$"),
-        ({"window_rotary_base": 10000}, "^--window-rotary-base needs --window-size$"),
+        MASKS | {"pipeline_model_parallel_size": 2, "micro_batch_size": 1},
+        MASKS | {"context_parallel_size": 2, "pad_documents_to_multiple_of": 8},
+        {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"],
+         "add_bias_linear": False},
+        LATENT | {"rope_type": "rope", "rotary_percent": 0.5, "yarn_beta_fast": 32,
+                  "use_mup": True, "mup_attn_scale_power": 0.5, "q_lora_rank": 8},
+        TE | LATENT | {"tensor_model_parallel_size": 2},
+        TE | {"num_experts": 2, "moe_grouped_gemm": True},
+        TE | {"cuda_graph_impl": "local"},
+    ],
+)  # fmt: skip
+def test_what_goes_together(more):
+    check(None, **more)
+
+
+@pytest.mark.parametrize(
+    ("flag", "change"),
+    [
+        ("--defer-embedding-wgrad-compute", {"defer_embedding_wgrad_compute": True}),
+        ("--tensor-parallel-num-weight-shards", {"gtp_weight_remat_size": 2}),
     ],
 )
-def test_parts_of_gemma_that_do_not_go_together_are_refused(changes, named):
-    compatibility.refuse(compatibility.gemma_layers(Namespace(**USUAL)))
-    with pytest.raises(UserError, match=named):
-        compatibility.refuse(compatibility.gemma_layers(Namespace(**USUAL | changes)))
+def test_arguments_that_compute_the_output_layer_are_refused(flag, change):
+    with pytest.raises(UserError, match=f"^{flag} does not go with a recipe's output_layer: "):
+        check(["nvfp4"], "output_layer=fp8-tile", **change)
+    check(["nvfp4"], **change)
+
+
+def test_lengths_of_documents_divide_the_sequence():
+    for multiple in (0, -4, 12, 64):
+        with pytest.raises(UserError, match=f"of {multiple} must divide --seq-length 32"):
+            check(None, **MASKS, pad_documents_to_multiple_of=multiple)
+    flag = "--pad-documents-to-multiple-of 4 needs --dataloader-inter-document-masking"
+    with pytest.raises(UserError, match=f"^{flag}$"):
+        check(None, pad_documents_to_multiple_of=4)
+
+
+@pytest.mark.parametrize(
+    ("flag", "change"),
+    {
+        "--yarn-original-max-position-embeddings": {"yarn_original_max_position_embeddings": 8192},
+        "--yarn-beta-fast": {"yarn_beta_fast": 16},
+        "--yarn-beta-slow": {"yarn_beta_slow": 2},
+        "--no-yarn-correction-range-round-to-int": {"yarn_correction_range_round_to_int": False},
+        "--use-rope-scaling": {"use_rope_scaling": True},
+        "--rotary-seq-len-interpolation-factor": {"rotary_seq_len_interpolation_factor": 2},
+        "--no-rope-freq": {"no_rope_freq": [1]},
+        "--rotary-percent and --rope-type yarn": {"rotary_percent": 0.5},
+        "--mup-base-head-dim": {"mup_base_head_dim": 4.0},
+        "--use-mup": {"use_mup": True},
+    }.items(),
+)
+def test_latent_attention_refuses_what_it_ignores(flag, change):
+    """Other attention has all of them."""
+    check(None, **change)
+    with pytest.raises(UserError, match=f"^{flag} with --multi-latent-attention"):
+        check(None, **LATENT, **change)
 
 
 # -- CUDA graphs -----------------------------------------------------------------------------------
@@ -378,75 +378,3 @@ def test_graphs_that_a_dispatcher_would_wait_in_are_refused(changes, way_out):
 )
 def test_graphs_of_parts_and_of_padded_experts_are_taken(changes):
     check_experts(**changes)
-
-
-@pytest.mark.parametrize("recipe", [None, ["mxfp8"]])
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"position_embedding_type": "relative"}, "^--position-embedding-type relative: .*rope$"),
-        ({"position_embedding_type": "mrope"}, "^--position-embedding-type mrope: "),
-        (
-            {"position_embedding_type": "yarn", "multi_latent_attention": True},
-            "^--position-embedding-type yarn with --multi-latent-attention, .*--rope-type yarn$",
-        ),
-        (
-            {"hybrid_layer_pattern": "M*-", "multi_latent_attention": True},
-            r"^--multi-latent-attention: --hybrid-layer-pattern M\*- has none; write \+ for",
-        ),
-        (
-            {"position_embedding_type": "yarn", "rotary_interleaved": True},
-            "^--rotary-interleaved with --position-embedding-type yarn: ",
-        ),
-        (
-            {"position_embedding_type": "yarn", "rotary_percent": 0.5},
-            "^--rotary-percent with --position-embedding-type yarn: ",
-        ),
-        ({"moe_mlp_glu_interleave_size": 8, "num_experts": 2}, "needs --moe-grouped-gemm, "),
-        (
-            {"moe_shared_expert_glu_interleave_size": 8, "num_experts": 2},
-            "needs --use-grouped-gemm-for-shared-expert$",
-        ),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-            "^--recompute-modules mlp needs --disable-bias-linear: ",
-        ),
-    ],
-)
-def test_parts_that_a_layer_lacks_are_refused(changes, named, recipe):
-    with pytest.raises(UserError, match=named):
-        hooks(recipe, **changes)
-
-
-def test_mlps_without_biases_are_recomputed():
-    mlp = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    assert hooks(None, **mlp, add_bias_linear=False) == []
-    assert hooks(None, **mlp | {"recompute_granularity": "full"}) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "flag"),
-    [
-        ("yarn_original_max_position_embeddings", 8192, "--yarn-original-max-position-embeddings"),
-        ("yarn_beta_fast", 16, "--yarn-beta-fast"),
-        ("yarn_beta_slow", 2, "--yarn-beta-slow"),
-        ("yarn_correction_range_round_to_int", False, "--no-yarn-correction-range-round-to-int"),
-        ("use_rope_scaling", True, "--use-rope-scaling"),
-        ("rotary_seq_len_interpolation_factor", 2, "--rotary-seq-len-interpolation-factor"),
-        ("no_rope_freq", [1], "--no-rope-freq"),
-        ("rotary_percent", 0.5, "--rotary-percent and --rope-type yarn"),
-        ("mup_base_head_dim", 4.0, "--mup-base-head-dim"),
-        ("use_mup", True, "--use-mup"),
-    ],
-)
-def test_latent_attention_refuses_what_it_ignores(name, value, flag):
-    """Other attention has all of them."""
-    hooks(None, **{name: value})
-    with pytest.raises(UserError, match=f"^{flag} with --multi-latent-attention"):
-        hooks(None, **{name: value}, multi_latent_attention=True)
-
-
-def test_latent_attention_has_its_own_positions_and_scales():
-    own = {"rope_type": "rope", "rotary_percent": 0.5, "yarn_beta_fast": 32}
-    own |= {"use_mup": True, "mup_attn_scale_power": 0.5, "q_lora_rank": 8}
-    assert hooks(None, **own, multi_latent_attention=True) == []

@@ -8,7 +8,7 @@ import torch
 import torch._inductor.config as inductor
 
 from megatron_lowbit.arguments import parse_arguments
-from megatron_lowbit.arguments.parse import command_line
+from megatron_lowbit.arguments.upstream import command_line
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.layers.local import linears_of
 from megatron_lowbit.storage import files

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lowbit.arguments.parse import in_one_line
+from megatron_lowbit.arguments.upstream import in_one_line
 from megatron_lowbit.errors import TrainingError, UserError, error_behind, say
 from megatron_lowbit.replaced import replaced
 
