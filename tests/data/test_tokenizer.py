@@ -5,13 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.data.tokenizer import load_tokenizer, main, train_tokenizer
-from megatron_lowbit.errors import UserError, exit_on_user_error
+from megatron_lowbit.errors import UserError
 
 
 @pytest.fixture
@@ -240,13 +239,6 @@ def test_places_that_cannot_be_written_to(corpus, tmp_path, file_limit):
         train(corpus, tmp_path / "tok")
     assert os.listdir(tmp_path / "tok") == []
     train(corpus, tmp_path / ("n" * 255))
-
-
-def test_a_name_that_is_too_long_is_one_line(capsys):
-    with pytest.raises(SystemExit) as ended:
-        exit_on_user_error(Path("n" * 256).read_bytes)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {'n' * 256}: File name too long\n"
 
 
 def test_the_command_exits_with_2(tmp_path):
