@@ -354,17 +354,6 @@ def test_the_spike_score_equals_the_equation(steps):
     assert spike_score(losses) == pytest.approx(by_the_equation(losses.tolist()), rel=1e-12)
 
 
-def test_the_spike_score_by_hand():
-    """The last 6 of 20 steps alternate, so sigma is 1: a spike of 10 over the minimum scores 7."""
-    losses = [5.0] * 20
-    losses[14:] = [4.0, 6.0] * 3
-    assert spike_score(losses) == 0.0
-    losses[8] = 15.0
-    assert spike_score(losses) == 7.0
-    losses[9] = 12.0  # 7 over the minimum
-    assert spike_score(losses) == 7.0 + 4.0
-
-
 def test_steps_that_are_not_finite_have_no_spikes():
     losses = [5.0] * 14 + [4.0, 6.0] * 3
     losses[8] = 15.0

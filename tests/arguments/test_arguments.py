@@ -33,6 +33,7 @@ TINY = """
     --max-position-embeddings 32 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 96
 """
+CLAMPED = "--swiglu --no-bias-gelu-fusion --activation-func-clamp-value 7"
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 
 
@@ -188,8 +189,13 @@ def test_all_unknown_arguments_are_named_at_once():
         ("--precision-recipe mxfp8 --mxnorm-p 1", "--mxnorm-p needs --mxnorm"),
         ("--gpu h200", "--gpu needs --dry-run"),
         ("--lr 0.1 -- --num-layers 3", "--: omit it"),
+        ("--lr-warmup-iters 2", "--lr-warmup-iters 2 must be less than --train-iters 2"),
+        ("--train-iters 9 --lr-decay-iters 4 --lr-warmup-iters 5",
+         "--lr-warmup-iters 5 must be less than --lr-decay-iters 4"),
+        (f"{CLAMPED} --use-te-activation-func", "omit --use-te-activation-func"),
+        (f"{CLAMPED} --activation-func-fp8-input-store", "--activation-func-fp8-input-store has"),
     ],
-)
+)  # fmt: skip
 def test_refusals_are_one_line(line, message):
     assert message in refusal(line)
 
@@ -205,14 +211,16 @@ def test_arguments_at_which_megatron_exits_are_refused(module):
     assert flags and all(refusal(flag).startswith(f"{flag}: ") for flag in flags)
 
 
-def test_a_missing_argument_is_named():
-    with pytest.raises(UserError, match=r"^--micro-batch-size is missing$"):
-        arguments.parse_arguments(shlex.split("--num-layers 2 --hidden-size 64 --mock-data"))
-
-
-def test_a_missing_tokenizer_type_is_named():
-    given = TINY.replace("--tokenizer-type NullTokenizer", "--tokenizer-model folder")
-    with pytest.raises(UserError, match=r"^give --tokenizer-type, such as HuggingFaceTokenizer$"):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--num-layers 2 --hidden-size 64 --mock-data", "--micro-batch-size is missing"),
+        (TINY.replace("--tokenizer-type NullTokenizer", "--tokenizer-model folder"),
+         "give --tokenizer-type, such as HuggingFaceTokenizer"),
+    ],
+)  # fmt: skip
+def test_a_missing_argument_is_named(given, message):
+    with pytest.raises(UserError, match=f"^{message}$"):
         arguments.parse_arguments(shlex.split(given))
 
 
@@ -311,18 +319,6 @@ def adapted(parser, line: str) -> tuple[CommandLine, list[str]]:
     argv = shlex.split(line)
     words = CommandLine(parser, argv)
     return words, adapt_to_cpu(parser.parse_args(argv), words)
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("--lr-warmup-iters 2", "--lr-warmup-iters 2 must be less than --train-iters 2"),
-        ("--train-iters 9 --lr-decay-iters 4 --lr-warmup-iters 5",
-         "--lr-warmup-iters 5 must be less than --lr-decay-iters 4"),
-    ],
-)  # fmt: skip
-def test_a_warmup_must_end_before_the_schedule(line, error):
-    assert refusal(line) == error
 
 
 def test_tables_name_arguments_and_values_that_megatron_has(parser):
@@ -460,21 +456,6 @@ def test_changes_of_swiglu_take_effect_on_a_gpu(flag, parser, capsys):
     given = f"--swiglu {flag} 1 --dry-run"
     assert not parse(given).bias_swiglu_fusion_on_gpus
     assert f"added {unfused}, for" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "other", ["--swiglu --activation-func-fp8-input-store", "--swiglu --use-te-activation-func"]
-)
-def test_activations_that_cannot_be_changed_are_refused(other):
-    error = refusal(f"{other} --no-bias-gelu-fusion --activation-func-clamp-value 7")
-    assert error.startswith("--activation-func-clamp-value: ")
-    assert other.split()[1] in error
-
-
-def test_masks_between_documents_are_still_created(parser):
-    added = "--no-create-attention-mask-in-dataloader"
-    assert added in adapted(parser, "--lr 1")[0]
-    assert added not in adapted(parser, "--lr 1 --reset-attention-mask")[0]
 
 
 # -- help ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,11 +40,27 @@ def failure(error: BaseException) -> CheckpointException:
     return CheckpointException("write", {0: (error, None)})
 
 
-@pytest.mark.parametrize("error", [FULL, WRITER, failure(FULL), failure(WRITER)])
-def test_a_disk_that_fills_up(error):
-    ended = pytest.raises(TrainingError, match=r"^--save runs/mine: cannot be written to")
-    with ended, translate_machine_limits(ARGS):
+IO_ERROR = errno.EIO, os.strerror(errno.EIO)
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+LIMITS, SAVES = partial(translate_machine_limits, ARGS), partial(translate_save_errors, "runs")
+TRANSLATED = [
+    *((LIMITS, full, TrainingError, "^--save runs/mine: cannot be written to")
+      for full in (FULL, WRITER, failure(FULL), failure(WRITER))),
+    (LIMITS, NO_MEMORY, UserError, "--dry-run"),
+    (SAVES, OSError(*IO_ERROR), TrainingError, "runs: Input/output error$"),
+    (SAVES, OSError(*IO_ERROR, "runs/mine/.metadata"), TrainingError, "mine/.metadata: Input/out"),
+    # As all ranks report a failure of one of them.
+    (SAVES, UserError("a: full"), TrainingError, "save the checkpoint: a: full"),
+    *((translate_model_errors, error, UserError, "^Megatron-LM cannot build the model: .*Error: ")
+      for error in (TypeError("unexpected keyword"), KeyError("a"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("translate", "error", "kind", "message"), TRANSLATED)
+def test_an_error_becomes_one_line(translate, error, kind, message):
+    with pytest.raises(kind, match=message) as ended, translate():
         raise error
+    assert "\n" not in str(ended.value)
 
 
 @pytest.mark.parametrize(("free", "expected"), [(2**20, TrainingError), (2**30, RuntimeError)])
@@ -88,22 +105,10 @@ def test_ctrl_c_during_a_save_stays_ctrl_c(tmp_path):
         writer.write_preloaded_data_multithread(writer.transforms, False, 1, [bucket], None)
 
 
-@pytest.mark.parametrize("name", [None, "runs/mine/.metadata"])
-def test_other_files_of_a_save_that_cannot_be_written(name):
-    ended = pytest.raises(TrainingError, match=f"{name or 'runs'}: Input/output error$")
-    with ended, translate_save_errors("runs"):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
-    ended = pytest.raises(TrainingError, match="save the checkpoint: a: full")
-    with ended, translate_save_errors("runs"):
-        raise UserError("a: full")  # as all ranks report a failure of one of them
-
-
 def test_memory_that_does_not_suffice():
     refused = pytest.raises(UserError, match=r"does not fit into memory.* 4611686018427387904 b")
     with refused, translate_machine_limits(ARGS):
         torch.empty(2**62, dtype=torch.uint8)
-    with pytest.raises(UserError, match="--dry-run"), translate_machine_limits(ARGS):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), FileNotFoundError(2, "none"), UserError("b")])
@@ -137,13 +142,6 @@ def test_local_layers_without_apex():
     softmax = pytest.raises(UserError, match=r"Apex, or give --no-masked-softmax-fusion$")
     with softmax, translate_missing_packages():
         FusedScaleMaskSoftmax.get_batch_per_block(1, 1, 1, 1)
-
-
-@pytest.mark.parametrize("error", [TypeError("unexpected keyword"), KeyError("a")])
-def test_a_model_that_cannot_be_built(error):
-    refused = pytest.raises(UserError, match=r"^Megatron-LM cannot build the model: .*Error: ")
-    with refused, translate_model_errors():
-        raise error
 
 
 @pytest.mark.parametrize("error", [ValueError("no biases"), RuntimeError("upgrade mamba_ssm")])
@@ -205,13 +203,6 @@ def other_rank(monkeypatch):
         return told
 
     return play
-
-
-def test_success_on_all_ranks(other_rank):
-    told = other_rank(None)
-    with raise_on_all_ranks("read", FOLDER):
-        pass
-    assert told == [None]
 
 
 @pytest.mark.parametrize(
