@@ -13,12 +13,15 @@ from megatron_lowbit.arguments.layer_compatibility import (
     positions,
     recomputation,
 )
-from megatron_lowbit.arguments.parse import OF_RECIPES, check_without_recipe, on_described_machine
+from megatron_lowbit.arguments.parse import on_described_machine
 from megatron_lowbit.arguments.parser import LOSSES
-from megatron_lowbit.arguments.recipe_compatibility import of_recipe
-from megatron_lowbit.arguments.rows import Rows, excluded
+from megatron_lowbit.arguments.recipe_compatibility import (
+    OF_RECIPES,
+    check_without_recipe,
+    of_recipe,
+)
+from megatron_lowbit.arguments.rows import Rows, excluded, refuse
 from megatron_lowbit.command_line import value_of
-from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe
 
 
@@ -30,8 +33,8 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     """
     args = on_described_machine(args)
     for table in (
-        attention_mask, local_layers, fused_loss, graphs_of_experts, megatron_fsdp, schedules,
-        gemma_layers, document_masks, layer_wise_optimizer, distillation, bad_iterations, positions,
+        attention_mask, local_layers, loss_and_optimizer, graphs_of_experts, megatron_fsdp,
+        schedules, gemma_layers, document_masks, distillation, bad_iterations, positions,
         recomputation, experts, pipeline,
     ):  # fmt: skip
         refuse(table(args))
@@ -40,12 +43,6 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
         return
     for rows in (*of_recipe(args, recipe), cuda_graphs(args, recipe)):
         refuse(rows)
-
-
-def refuse(rows: Rows) -> None:
-    """Raise a UserError with the error of the first combination that is given."""
-    for error, given in rows.items():
-        require(not given, error)
 
 
 def attention_mask(args: Namespace) -> Rows:
@@ -93,11 +90,19 @@ def local_layers(args: Namespace) -> Rows:
     }
 
 
-def fused_loss(args: Namespace) -> Rows:
-    """Return an implementation of the fused loss without the argument that fuses it."""
+def loss_and_optimizer(args: Namespace) -> Rows:
+    """Return a fused loss without the argument that fuses it, and an optimizer of BF16 in FP32."""
     name, fuses = args.cross_entropy_fusion_impl, args.cross_entropy_loss_fusion
-    error = f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion"
-    return {error: name in LOSSES and not fuses}
+    return {
+        f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion": (
+            name in LOSSES and not fuses
+        ),
+        # It lacks a method there which the training loop calls.
+        "--optimizer dist_muon, or muon with --use-distributed-optimizer, needs --bf16, which a "
+        "CPU does not have: give --optimizer muon without that argument": (
+            args.use_layer_wise_distributed_optimizer and not args.bf16
+        ),
+    }
 
 
 def document_masks(args: Namespace) -> Rows:
@@ -185,15 +190,6 @@ def schedules(args: Namespace) -> Rows:
         "computation; omit it": args.hybrid_layer_pattern,
         # Megatron-LM refuses it in the forward pass that its schedule passes by.
         f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel": splits,
-    }
-
-
-def layer_wise_optimizer(args: Namespace) -> Rows:
-    """Return runs in FP32 of an optimizer that lacks a method which the training loop calls."""
-    in_fp32 = args.use_layer_wise_distributed_optimizer and not args.bf16
-    return {
-        "--optimizer dist_muon, or muon with --use-distributed-optimizer, needs --bf16, which a "
-        "CPU does not have: give --optimizer muon without that argument": in_fp32
     }
 
 

@@ -40,7 +40,7 @@ class _Row(NamedTuple):
     flag: str
     reason: str
     values: tuple[str | list[str], ...] = ()  # unsupported ones; empty for all
-    instead: tuple[str, ...] = ()  # the argument that replaces it; empty to remove it
+    instead: tuple[str, ...] = ()  # the argument that replaces it; empty for one of _ADDED or none
 
 
 _TE = "it needs Transformer Engine, and that a GPU"
@@ -55,14 +55,11 @@ _HYBRID_LAYERS = (
 )
 
 _REPLACED = (
-    _Row("--distributed-backend", _NCCL, ("nccl",), ("--distributed-backend", "gloo")),
-    _Row("--transformer-impl", _TE, ("transformer_engine", "inference_optimized"),
-         ("--transformer-impl", "local")),
+    _Row("--distributed-backend", _NCCL, ("nccl",)),
+    _Row("--transformer-impl", _TE, ("transformer_engine", "inference_optimized")),
     _Row("--spec", _TE, _HYBRID_LAYERS),
-    _Row("--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",),
-         ("--async-strategy", "mcore")),
-    _Row("--rerun-mode", "it looks for faults of GPUs", ("validate_results", "report_stats"),
-         ("--rerun-mode", "disabled")),
+    _Row("--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",)),
+    _Row("--rerun-mode", "it looks for faults of GPUs", ("validate_results", "report_stats")),
     _Row("--attention-backend", _KERNEL, ("flash", "fused", "local")),
     _Row("--dsa-kernel-backend", _KERNEL, ("tilelang", "cudnn")),
     _Row("--cuda-graph-impl", _GRAPH, ("local", "transformer_engine", "full_iteration")),
@@ -163,9 +160,10 @@ def _apply(row: _Row, args: Namespace, words: CommandLine) -> str | None:
     if row.values and getattr(value, "name", value) not in row.values:  # enums by their names
         return None
     words.remove(row.flag)
-    if not row.instead:
+    instead = row.instead or next((added for added in _ADDED if added[0] == row.flag), ())
+    if not instead:
         return f"ignored {text}: {row.reason}"
-    if row.instead[0] not in words:
-        words.add(*row.instead)
-    replaced = text.removeprefix(f"{row.instead[0]} ")
-    return f"{' '.join(row.instead)} instead of {replaced}: {row.reason}"
+    if instead[0] not in words:
+        words.add(*instead)
+    replaced = text.removeprefix(f"{instead[0]} ")
+    return f"{' '.join(instead)} instead of {replaced}: {row.reason}"

@@ -17,8 +17,8 @@ from megatron_lowbit.arguments.precision import (
     check_layers,
     translate_precision,
 )
-from megatron_lowbit.arguments.upstream import environment, parse_upstream
-from megatron_lowbit.arguments.upstream_output import redirect_upstream
+from megatron_lowbit.arguments.rows import refuse
+from megatron_lowbit.arguments.upstream import environment, parse_upstream, redirect_upstream
 from megatron_lowbit.arguments.values import check_folders, check_values
 from megatron_lowbit.command_line import CommandLine, print_help, value_of
 from megatron_lowbit.errors import require, say
@@ -64,10 +64,6 @@ _NO_MASK = "--no-create-attention-mask-in-dataloader"
 _OF_QUANTIZED_LAYERS = (
     "--eval-precision", "--quantization-engine", "--log-quantization-error-interval", *BF16_BLOCKS,
 )  # fmt: skip
-OF_RECIPES = (
-    "--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather", "--quantized-expert-dispatch",
-)  # fmt: skip
-"""Arguments that only the layers of a recipe read."""
 OF_GPUS = (
     "cuda_graph_impl", "cuda_graph_modules", "transformer_impl", "masked_softmax_fusion",
     "bias_swiglu_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
@@ -144,30 +140,29 @@ def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> Non
         require(flag not in words or other in words, f"{flag} needs {other}")
     for flag in _NOT_WITH_SFT if args.sft else ():
         require(flag not in words, f"{flag} is not for conversations: omit --sft or it")
-    for flag in ("--mxnorm-p", "--mxnorm-post-round"):
-        normed = args.mxnorm or args.normalization == "MXNorm"
-        require(normed or flag not in words, f"{flag} needs --mxnorm")
-    require(not args.mxnorm_post_round or args.mxnorm_p == 1, "--mxnorm-post-round needs "
-            "--mxnorm-p 1")  # fmt: skip
-    if args.activation_func_fp8_input_store:
-        # Elsewhere Megatron-LM takes no notice of it.
-        fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
-        require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
-                "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
     check_loads(args)
     _check_data(args)
-    require(args.dataloader_type != "external", "--dataloader-type external: only a script of "
-            "your own has such loaders")  # fmt: skip
-    multimodal = "Multimodal" in (args.tokenizer_type or "")
-    require(not multimodal, f"--tokenizer-type {args.tokenizer_type}: the models are of text")
-    require(args.pad_vocab_size or args.padded_vocab_size is not None, "--no-pad-vocab-size: "
-            "Megatron-LM trains without a size; give --make-vocab-size-divisible-by 1")  # fmt: skip
-    loads = args.load or args.pretrained_checkpoint
-    require(loads or not args.resume_changed, "--resume-changed needs --load or "
-            "--pretrained-checkpoint")  # fmt: skip
-    require(args.perform_initialization or loads,
-            "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
-            "values that memory happens to hold")  # fmt: skip
+    normed = args.mxnorm or args.normalization == "MXNorm"
+    # Where SwiGLU is not fused, Megatron-LM takes no notice of how its input is stored.
+    fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
+    loads, either = args.load or args.pretrained_checkpoint, "--load or --pretrained-checkpoint"
+    refuse({
+        "--mxnorm-p needs --mxnorm": "--mxnorm-p" in words and not normed,
+        "--mxnorm-post-round needs --mxnorm": args.mxnorm_post_round and not normed,
+        "--mxnorm-post-round needs --mxnorm-p 1": args.mxnorm_post_round and args.mxnorm_p != 1,
+        "--activation-func-fp8-input-store needs --swiglu, without --no-bias-swiglu-fusion or "
+        "--use-te-activation-func": args.activation_func_fp8_input_store and not fused,
+        "--dataloader-type external: only a script of your own has such loaders":
+            args.dataloader_type == "external",
+        f"--tokenizer-type {args.tokenizer_type}: the models are of text":
+            "Multimodal" in (args.tokenizer_type or ""),
+        "--no-pad-vocab-size: Megatron-LM trains without a size; give "
+        "--make-vocab-size-divisible-by 1":
+            not args.pad_vocab_size and args.padded_vocab_size is None,
+        f"--resume-changed needs {either}": args.resume_changed and not loads,
+        f"--no-initialization needs {either}: weights would have the values that memory happens to "
+        "hold": not args.perform_initialization and not loads,
+    })  # fmt: skip
 
 
 def _check_data(args: Namespace) -> None:
@@ -195,7 +190,6 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     check_layers(args, machine)
     lines = translate_precision(args, words, machine)
     if "--precision-recipe" not in words:
-        check_without_recipe(words)
         idle = () if args.fp8 or args.fp4 else filter(words.__contains__, _OF_QUANTIZED_LAYERS)
         lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
     if not args.use_checkpoint_args:  # a checkpoint may have another model
@@ -213,12 +207,6 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     if machine.capability is None:
         lines += adapt_to_cpu(args, words)
     return lines
-
-
-def check_without_recipe(given: CommandLine | set[str]) -> None:
-    """Raise UserError for arguments of recipes among those given without a recipe."""
-    for flag in OF_RECIPES:
-        require(flag not in given, f"{flag} needs a recipe, such as bf16")
 
 
 def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:

@@ -3,7 +3,20 @@
 from argparse import Namespace
 
 from megatron_lowbit.arguments.rows import Rows, excluded
+from megatron_lowbit.command_line import CommandLine
+from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import Recipe
+
+OF_RECIPES = (
+    "--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather", "--quantized-expert-dispatch",
+)  # fmt: skip
+"""Arguments that only the layers of a recipe read."""
+
+
+def check_without_recipe(given: CommandLine | set[str]) -> None:
+    """Raise UserError for arguments of recipes among those given without a recipe."""
+    for flag in OF_RECIPES:
+        require(flag not in given, f"{flag} needs a recipe, such as bf16")
 
 
 def of_recipe(args: Namespace, recipe: Recipe) -> list[Rows]:

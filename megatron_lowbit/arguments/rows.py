@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 
 from megatron_lowbit.command_line import value_of
+from megatron_lowbit.errors import require
 
 Rows = dict[str, object]
 """True for a combination of arguments that is given, by the error that names it and a way out."""
@@ -27,3 +28,9 @@ def excluded(args: Namespace, template: str, reasons: Mapping[str, str]) -> Rows
 def _is_used(args: Namespace, flag: str, limit: str | None = None) -> bool:
     value = vars(args)[_ATTRIBUTES[flag]] if flag in _ATTRIBUTES else value_of(args, flag)
     return value > int(limit) if limit else bool(value) and value != "none"
+
+
+def refuse(rows: Rows) -> None:
+    """Raise a UserError with the error of the first combination that is given."""
+    for error, given in rows.items():
+        require(not given, error)

@@ -1,12 +1,14 @@
-"""Megatron-LM's own parsing and validation of a command line, with its errors in one line."""
+"""Megatron-LM's own parsing and validation of a command line, its errors, and what it prints."""
 
+import io
+import logging
 import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from typing import Any, TextIO
 
 from megatron_lowbit.arguments.parser import add_own_arguments
 from megatron_lowbit.arguments.values import (
@@ -15,7 +17,7 @@ from megatron_lowbit.arguments.values import (
     check_samples,
     check_warmup,
 )
-from megatron_lowbit.errors import UserError, as_user_error, failed_check, require
+from megatron_lowbit.errors import UserError, as_user_error, failed_check, require, terminal
 from megatron_lowbit.replaced import replaced
 
 _REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
@@ -133,3 +135,36 @@ def in_one_line(error: Exception) -> str:
     if "apply_rope_fusion" in message:  # a field of the configuration, true by default
         message += " Or give --no-rope-fusion."
     return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)
+
+
+class _Redirected(io.TextIOBase):
+    """Standard output that passes its text to a function; ``terminal`` is the stream before it."""
+
+    def __init__(self, receive: Callable[[str], object], terminal: TextIO) -> None:
+        self._receive, self.terminal = receive, terminal
+
+    def write(self, text: str) -> int:
+        """Pass a text, which ``print`` splits into its message and the end of the line."""
+        self._receive(text)
+        return len(text)
+
+
+@contextmanager
+def redirect_upstream(receive: Callable[[str], object]) -> Iterator[None]:
+    """Call a function with each printed, logged or warned text, except the texts of ``say``."""
+    from megatron.training import training  # noqa: F401  installs the handler
+    from megatron.training.log_handler import CustomHandler
+
+    stream = _Redirected(receive, terminal())
+    root = logging.getLogger()
+    streams = {h: h.stream for h in root.handlers if isinstance(h, CustomHandler)}
+    for handler in streams:
+        handler.stream = stream
+    logging.captureWarnings(True)
+    try:
+        with redirect_stdout(stream):
+            yield
+    finally:
+        logging.captureWarnings(False)
+        for handler, before in streams.items():
+            handler.stream = before

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 
-from megatron_lowbit.arguments.parse import check_given, check_without_recipe
+from megatron_lowbit.arguments.parse import check_given
 from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, read_command_line
 from megatron_lowbit.arguments.precision import Machine, translate_precision
+from megatron_lowbit.arguments.recipe_compatibility import check_without_recipe
 from megatron_lowbit.arguments.upstream import environment, translate_refusals
 from megatron_lowbit.arguments.values import check_values
 from megatron_lowbit.command_line import CommandParser

@@ -5,6 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_lowbit.arguments import compatibility, front_parser
+from megatron_lowbit.arguments.rows import refuse
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 from megatron_lowbit.megatron.run.workarounds import train_biases_of_experts
@@ -283,7 +284,7 @@ FRESH = [f"{gemm}.hadamard.signs=fresh" for gemm in ("dgrad", "wgrad")]
 
 def check_graphs(recipe: str, overrides: list[str], **changes: object) -> None:
     args = Namespace(**{**GRAPHS, **changes})
-    compatibility.refuse(compatibility.cuda_graphs(args, load_recipe(recipe, overrides)))
+    refuse(compatibility.cuda_graphs(args, load_recipe(recipe, overrides)))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ LOCAL, PADDED = {"cuda_graph_impl": "local"}, {"moe_router_padding_for_quantizat
 
 
 def check_experts(**changes: object) -> None:
-    compatibility.refuse(compatibility.graphs_of_experts(Namespace(**EXPERTS | changes)))
+    refuse(compatibility.graphs_of_experts(Namespace(**EXPERTS | changes)))
 
 
 @pytest.mark.parametrize(

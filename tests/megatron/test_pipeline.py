@@ -7,6 +7,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_lowbit.arguments import compatibility, front_parser
+from megatron_lowbit.arguments.rows import refuse
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.pretrain import teardown
 from megatron_lowbit.megatron.run.pipeline import embedding_ranks, has_mtp
@@ -71,6 +72,6 @@ def test_stages_without_multi_token_prediction(layout):
 def test_two_chunks_of_a_stage_share_no_embedding():
     args = arguments("Ett|tt|ttm|L", 2, mtp_num_layers=1)
     with pytest.raises(UserError, match=r"layout Ett\|tt\|ttm\|L: m cannot follow E"):
-        compatibility.refuse(compatibility.pipeline(args))
+        refuse(compatibility.pipeline(args))
     for layout, stages in LAYOUTS:
-        compatibility.refuse(compatibility.pipeline(arguments(layout, stages, mtp_num_layers=1)))
+        refuse(compatibility.pipeline(arguments(layout, stages, mtp_num_layers=1)))

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_lowbit.arguments import compatibility, parse_arguments
 from megatron_lowbit.arguments.precision import Machine
+from megatron_lowbit.arguments.rows import refuse
 from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.recipes.show import model_layers
 from megatron_lowbit.study.definition import jobs_of, read_study
@@ -33,7 +34,7 @@ def test_arguments_and_recipes(name, monkeypatch):
         args = parse_arguments(job.command[4:])
         destroy_global_state()
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
-        compatibility.refuse(compatibility.cuda_graphs(args, recipe))
+        refuse(compatibility.cuda_graphs(args, recipe))
         others = (
             args.mxnorm,
             args.mxnorm_p,

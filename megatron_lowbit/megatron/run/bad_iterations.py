@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_lowbit.arguments import compatibility
+from megatron_lowbit.arguments.rows import refuse
 from megatron_lowbit.errors import TrainingError, UserError, say
 from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import parse_json
@@ -34,7 +35,7 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
     if args.skip_bad_iterations is None:
         yield
         return
-    compatibility.refuse(compatibility.bad_iterations(args))
+    refuse(compatibility.bad_iterations(args))
     notes = Path(args.save) / NOTES
     bad = read_notes(notes)
     args.iterations_to_skip = sorted({*args.iterations_to_skip, *bad})

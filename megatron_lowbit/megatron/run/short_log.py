@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 from megatron.core import mpu
 
-from megatron_lowbit.arguments.upstream_output import redirect_upstream
+from megatron_lowbit.arguments.upstream import redirect_upstream
 from megatron_lowbit.data.dataset import read_index
 from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.megatron.datasets import data_prefixes
