@@ -3,10 +3,13 @@
 import gc
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -174,6 +177,22 @@ def saved(write_checkpoint, tmp_path) -> Path:
         files.write_document(path, {"files": files.checksums(path)})
     files.write_tracker(directory, 3)
     return directory
+
+
+@pytest.fixture
+def file_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """Give a context in which no file can grow beyond a number of bytes, as on a full disk."""
+
+    @contextmanager
+    def limited(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 def not_sources(folder: str, names: list[str]) -> set[str]:

@@ -432,8 +432,6 @@ def test_documents_get_masks_in_spite_of_a_preset_without_them(capsys):
         ("--quantization-engine reference", "--quantization-engine reference: without effect"),
         ("--first-last-layers-bf16", "--first-last-layers-bf16: without effect"),
         ("--moe-router-topk 4", "--moe-router-topk: without effect, the model has no experts"),
-        ("--num-experts 4 --moe-router-topk 4", None),
-        ("--num-experts 4 --moe-router-bias-update-rate 0.5", "update-rate: without effect, no ex"),
         ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7: without effect, the"),
         ("--squared-relu --glu-linear-offset 1", "--glu-linear-offset 1: without effect, the acti"),
         ("--quick-geglu --glu-linear-offset 1 --no-bias-gelu-fusion", None),

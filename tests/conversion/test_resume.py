@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -140,18 +139,12 @@ def test_another_source_starts_again(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_write_that_fails(folder, tmp_path, direction):
+def test_a_write_that_fails(folder, tmp_path, direction, file_limit):
     """In one line, though torch.save hides what the system said; and it goes on."""
     convert = conversion(folder, direction)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match="stopped: File too large; the same command") as caught:
-            convert(tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
+    stopped = pytest.raises(UserError, match="stopped: File too large; the same command")
+    with file_limit(10_000), stopped as caught:
+        convert(tmp_path / "out")
     assert len(str(caught.value).splitlines()) == 1
     convert(tmp_path / "out")
 

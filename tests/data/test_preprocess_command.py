@@ -126,13 +126,6 @@ def test_ids_beyond_the_model_in_the_tokenizers_folder_are_reported(
     assert (line in capsys.readouterr().out) == (rows == 299)
 
 
-def test_json_lines_in_a_folder_are_documents(preprocess, json_lines, tokenizer):
-    (json_lines.parent / "last.txt").write_text("last")
-    prefix = preprocess(json_lines.parent)
-    texts = [tokenizer.detokenize(ids[:-1]) for ids in documents(prefix)]
-    assert texts == [*TEXTS, "last"]
-
-
 def test_without_eod(preprocess, json_lines, tokenizer):
     prefix = preprocess(json_lines, options=["--no-append-eod"])
     assert documents(prefix) == [tokenizer.tokenize(text) for text in TEXTS]

@@ -209,8 +209,6 @@ def test_an_argument_of_a_part_that_names_no_dataset(datasets, part):
         (None, " is missing"),
         ("{", ": not valid JSON"),
         ("[1]", ": holds no JSON object, but "),
-        ("[" * 200 + "]" * 200, ": nested more than 100 deep"),
-        ('{"train": "a", "train": "b", "valid": "b", "test": null}', ": .*a second key 'train'"),
         ('{"train": "a", "valid": "b"}', ": needs the entry 'test'"),
         ('{"train": "a", "valid": "", "test": null}', ": valid must be null or list weights and"),
         ('{"train": [], "valid": "b", "test": null}', ": train must be null or list weights and"),

@@ -91,9 +91,7 @@ def test_document_changed_or_missing(newest):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "not valid JSON"),
         ("{", "not valid JSON"),
-        ("[" * 10**5, "not valid JSON"),
         ("[]", "holds no JSON object"),
         ("{}", "needs the entry 'format_version'"),
         ('{"format_version": [3]}', "format_version [3]: must be an integer"),
