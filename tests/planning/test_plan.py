@@ -59,6 +59,9 @@ MOVED = 1 / H200.moved(1.0)
             "E needs --num-experts"
         ),
         f"--gpus 8 {LLAMA_8B} --as-given --scan torch": "--scan torch: only hybrids have a scan",
+        f"--gpus 8 {LLAMA_8B} --as-given --recompute-granularity full --recompute-method block": (
+            "full needs --recompute-num-layers"
+        ),
         f"--gpus 8 {LLAMA_8B} --tokens -3": "--tokens -3.0: must be positive",
         f"--gpus 8 {LLAMA_8B} --recipes bf16 nvfp5": "nvfp5",
         f"--gpus 8 {LLAMA_8B} --recipes bf16 --precision-recipe nvfp4": (
@@ -107,13 +110,6 @@ def test_arguments_that_are_not_modelled_have_no_plan(flags):
     message = f"^{re.escape(NOT_MODELLED[flags])}.*: plans of memory and time do not cover it$"
     with pytest.raises(UserError, match=message):
         plan_run([*shlex.split(LLAMA_8B), *flags.split()], "h200", 8, as_given=True)
-
-
-def test_full_recomputation_needs_a_number_of_layers():
-    words = [*shlex.split(LLAMA_8B), "--recompute-granularity", "full", "--recompute-method"]
-    for method in ("uniform", "block"):
-        with pytest.raises(UserError, match="full needs --recompute-num-layers"):
-            plan_run([*words, method], "h200", 8, as_given=True)
 
 
 def test_a_stage_has_no_larger_group_than_its_layers():

@@ -256,17 +256,13 @@ def test_an_unknown_key_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("overrides", [(), ("grad.rounding=nearest",)])
-@pytest.mark.parametrize("text", ["", "- 1", "5", "configs: 3\nmatchers: {}", "name: [x"])
-def test_files_that_are_no_recipe(tmp_path, text, overrides):
+@pytest.mark.parametrize(
+    "content", [b"", b"- 1", b"5", b"configs: 3\nmatchers: {}", b"name: [x", b"name: \xff\xfe"]
+)
+def test_files_that_are_no_recipe(tmp_path, content, overrides):
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
+    path.write_bytes(content)
     refused(load_recipe, str(path), overrides, parts=["mine.yaml"])
-
-
-def test_a_file_that_is_no_text(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_bytes(b"name: \xff\xfe")
-    refused(load_recipe, str(path), parts=["mine.yaml"])
 
 
 def test_unknown_names():
@@ -287,35 +283,30 @@ def test_the_most_sensitive_within_the_budget():
     assert most_sensitive(scores, sizes, 1.0) == ["b", "c", "a", "d"]
 
 
-@pytest.mark.parametrize(
-    "paths",
-    [["decoder.layers.1.mlp.linear_fc1", "decoder.layers.11.self_attention.linear_qkv"], []],
-)
-def test_layers_that_are_kept(tmp_path, paths):
-    """Only those; what the recipe kept by position is quantized like all others."""
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump(keep_in_high_precision("nvfp4", paths), sort_keys=False))
-    recipe, usual = load_recipe(str(file)), load_recipe("nvfp4", ["bf16_blocks=none"])
-    for number in range(24):
-        for name in ("mlp.linear_fc1", "self_attention.linear_qkv"):
-            layer = Layer(f"decoder.layers.{number}.{name}", number, 24)
-            wanted = HIGH_PRECISION if layer.path in paths else usual.precision_for(layer)
-            assert recipe.precision_for(layer) == wanted
-
-
-def test_layers_that_are_kept_by_a_recipe_with_these_names(tmp_path):
-    before, after = tmp_path / "before.yaml", tmp_path / "after.yaml"
-    before.write_text("""
+NAMED_AS_THESE = """
 name: before
 configs:
   high: {input: {format: mxfp8-e4m3}, weight: {format: mxfp8-e4m3}}
 matchers:
   sensitive: {type: glob, pattern: "*", config: high, enabled: true}
-""")
-    path = "decoder.layers.1.mlp.linear_fc1"
-    after.write_text(yaml.safe_dump(keep_in_high_precision(str(before), [path]), sort_keys=False))
-    recipe, usual = load_recipe(str(after)), load_recipe(str(before))
-    for number in range(3):
-        layer = Layer(f"decoder.layers.{number}.mlp.linear_fc1", number, 3)
-        wanted = HIGH_PRECISION if layer.path == path else usual.precision_for(layer)
-        assert recipe.precision_for(layer) == wanted
+"""
+
+
+@pytest.mark.parametrize("text", [None, NAMED_AS_THESE])
+@pytest.mark.parametrize(
+    "paths",
+    [["decoder.layers.1.mlp.linear_fc1", "decoder.layers.11.self_attention.linear_qkv"], []],
+)
+def test_layers_that_are_kept(tmp_path, paths, text):
+    """Only those; what the recipe kept by position is quantized like all others."""
+    before, file = "nvfp4", tmp_path / "after.yaml"
+    if text is not None:
+        before = str(tmp_path / "before.yaml")
+        Path(before).write_text(text)
+    file.write_text(yaml.safe_dump(keep_in_high_precision(before, paths), sort_keys=False))
+    recipe, usual = load_recipe(file), load_recipe(before, ["bf16_blocks=none"] * (text is None))
+    for number in range(24):
+        for name in ("mlp.linear_fc1", "self_attention.linear_qkv"):
+            layer = Layer(f"decoder.layers.{number}.{name}", number, 24)
+            wanted = HIGH_PRECISION if layer.path in paths else usual.precision_for(layer)
+            assert recipe.precision_for(layer) == wanted
