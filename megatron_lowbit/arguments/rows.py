@@ -1,4 +1,4 @@
-"""Rows of the tables of ``compatibility.py``."""
+"""Tables of combinations of arguments that are refused."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ _ATTRIBUTES = {"--fp8-format": "fp8", "--fp4-format": "fp4", "--use-nccl-ub": "n
 def excluded(args: Namespace, template: str, reasons: Mapping[str, str]) -> Rows:
     """Return the rows of excluded arguments, by a template of ``flag`` and ``reason``.
 
-    ``reasons`` are those of flags, separated by commas. A flag is excluded in any use, or only
-    above a number, such as ``--context-parallel-size above 1``.
+    ``reasons`` gives flags, separated by commas, for each reason. A flag is excluded in any use, or
+    only above a number, such as ``--context-parallel-size above 1``.
     """
     return {
         template.format(flag=flag, reason=reason): _is_used(args, *flag.split(" above "))
