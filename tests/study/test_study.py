@@ -230,11 +230,11 @@ def test_runs_on_gpus_do_not_fall_back_to_the_cpu(
 
 
 NUMBERS = {
-    "run": ["--at-once 0", "--at-once -3", *(f"--minutes {x}" for x in ("nan", "-5", "0", "inf")),
-            "--leave-out nan", "--leave-out -1"],
-    "plan": ["--at-once 0", "--at-once -3", *(f"--minutes {x}" for x in ("nan", "-5", "0", "inf")),
-             "--start-up nan", "--count 0", f"--count {10**30}"],
-}  # fmt: skip
+    "from 1 to 1000": ["run --at-once 0", "run --at-once 1001"],
+    "from 1 to 100000": ["plan --count 0", f"plan --count {10**30}"],
+    "positive and finite": [f"run --minutes {number}" for number in ("nan", "-5", "0", "inf")],
+    "not negative and finite": ["run --leave-out nan", "run --leave-out -1", "plan --start-up nan"],
+}
 
 
 @pytest.mark.parametrize(
@@ -248,10 +248,8 @@ NUMBERS = {
         ("run --recipes bf16 nvfp4 --seeds 3 3", "seeds 3 3: each must be given once"),
         ("run --only x --recipes bf16 nvfp4", "--only names runs of STUDY.yaml: not with"),
         *[
-            (f"{command} --recipes bf16 nvfp4 {number}", f"{number.split()[0]} .*: must be "
-             + {"--at": "from 1 to 1000", "--co": "from 1 to 100000", "--mi": "positive and finite"}
-             .get(number[:4], "not negative and finite"))
-            for command, numbers in NUMBERS.items() for number in numbers
+            (f"{line} --recipes bf16 nvfp4", f"{line.split()[1]} .*: must be {words}")
+            for words, lines in NUMBERS.items() for line in lines
         ],
     ],
 )  # fmt: skip
