@@ -76,7 +76,7 @@ def test_outputs_and_gradients_are_a_converted_plain_models(recipe, overrides):
         output = w2(F.silu(w1(x)) * w3(x))
         gradients = torch.autograd.grad(output.square().sum(), [x, *mlp.parameters()])
         results.append([output, *gradients])
-    assert all(map(torch.equal, *results))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_saved_configs_are_those_of_linear():

@@ -116,8 +116,7 @@ def test_an_mlp_gives_what_its_layers_give(layers, fc1, recipe):
     assert len(layers.fused) == 1
     apart = results(mlp, lambda x: one_by_one(mlp, x))
     assert len(layers.fused) == 1 and len(together) == 4 + (fc1 is NormColumnLinear)
-    for found, expected in zip(together, apart, strict=True):
-        assert torch.equal(found, expected)
+    torch.testing.assert_close(together, apart, rtol=0, atol=0)
 
 
 def test_gate_and_up_are_those_of_megatron_lms_mlp(layers):
@@ -152,8 +151,7 @@ def test_the_ranks_of_an_mlp_sum_its_product(layers, monkeypatch, sequence_paral
     together, apart = results(mlp, mlp), results(mlp, lambda x: one_by_one(mlp, x))
     assert len(layers.fused) == 1 and together[0].shape == tokens().shape
     assert asked == 2 * [(False, False), (sequence_parallel, not sequence_parallel)]
-    for found, expected in zip(together, apart, strict=True):
-        assert torch.equal(found, expected)
+    torch.testing.assert_close(together, apart, rtol=0, atol=0)
 
 
 def upstream_calls(layers, mlp: MLP, *arguments, **options) -> int:
@@ -270,8 +268,7 @@ def test_parameters_are_gathered_before_they_are_read(layers, monkeypatch):
 
     assert len(layers.fused) == 2
     assert sorted(map(id, gathered)) == sorted(map(id, whole))
-    for ours, wanted in zip(found, expected, strict=True):
-        assert torch.equal(ours, wanted)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -299,8 +296,7 @@ def test_megatron_lms_fused_swiglu_clamps_nothing(layers):
     plain = mlp_of(layers)
     for forward in (lambda mlp: mlp, lambda mlp: lambda x: MLP.forward(mlp, x)):
         found, expected = (results(mlp, forward(mlp)) for mlp in (clamped, plain))
-        for ours, wanted in zip(found, expected, strict=True):
-            assert torch.equal(ours, wanted)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_other_mlps_are_left_alone(layers):
