@@ -18,7 +18,7 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 _MOST_FILES = 100
 _LARGEST_FILE = 1 << 20
 HELP_WIDTH = 100
-_FILES = ("PATH", "FILE", "DIR", "FOLDER", "PREFIX", "NAME_OR_FILE")
+_FILES = ("PATH", "FILE", "DIR", "FOLDER", "PREFIX", "NAME_OR_FILE", "[NAME=]RUN")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -32,6 +32,9 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(message)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string and (action.metavar in _FILES or action.type is Path):
+            # As of an unset variable of a shell; pathlib takes it for the working directory.
+            raise argparse.ArgumentError(action, "the name is empty")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:

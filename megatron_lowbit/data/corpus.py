@@ -203,12 +203,19 @@ def _files_of(entry: Path, pattern: str, exclude: frozenset[str]) -> list[Path]:
         return [entry]
     require(stat.S_ISDIR(mode), f"--input {entry}: neither a file nor a folder")
     files: list[Path] = []
-    for root, folders, names in os.walk(entry):
+    for root, folders, names in os.walk(entry, onerror=_refuse):
         folders[:] = [n for n in folders if n not in exclude and not n.startswith(TEMPORARY)]
+        link = next((path for path in map(Path(root).joinpath, folders) if path.is_symlink()), None)
+        advice = "give it to --input, or its name to --exclude"
+        require(link is None, f"--input {entry}: {link} is a link to a folder; {advice}")
         chosen = (name for name in fnmatch.filter(names, pattern) if name not in exclude)
         paths = (Path(root, name) for name in chosen)
         files += (path for path in paths if path.is_file() and not is_of_dataset(path))
     return sorted(files)
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(f"--input {error.filename}: {reason(error)}") from error
 
 
 def _split(text: str) -> Iterator[str]:

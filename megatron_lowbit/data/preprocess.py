@@ -145,7 +145,7 @@ def preprocess(
 def check_targets(output_prefix: str, prefixes: list[str]) -> None:
     """Check before the work that every file can be put in its place after it."""
     folder = Path(output_prefix).parent
-    is_name = not output_prefix.endswith(os.sep)
+    is_name = os.path.basename(output_prefix) not in ("", ".", "..")
     require(is_name, f"{_ARGUMENT} {output_prefix}: a name of files, not a folder")
     check_folder(_ARGUMENT, folder)
     for prefix in prefixes:

@@ -251,6 +251,8 @@ def test_bad_arguments(preprocess, tmp_path, json_lines):
     for again in (json_lines, json_lines.parent, json_lines.parent / "." / json_lines.name):
         with pytest.raises(UserError, match=rf"{json_lines} is among them 2 times; give it once"):
             preprocess(json_lines, options=["--input", str(json_lines), str(again)])
+    with pytest.raises(UserError, match="argument --output-prefix: the name is empty"):
+        preprocess(json_lines, options=["--output-prefix", ""])
     binary = tmp_path / "b.txt"
     binary.write_bytes(b"\xff\xff")
     with pytest.raises(UserError, match=r"--input .*b.txt: not UTF-8 text"):
@@ -260,6 +262,27 @@ def test_bad_arguments(preprocess, tmp_path, json_lines):
         preprocess(json_lines, options=["--tokenizer-model", str(tmp_path)])
 
 
+def test_parts_of_a_folder_that_are_not_read_are_refused(preprocess, tmp_path, monkeypatch):
+    """A link to a folder, which may be endless, and a folder that this user may not read."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=r"--input .*a/link is a link to a folder; give it to"):
+        preprocess(tmp_path / "a")
+    with pytest.raises(UserError, match="no file matches"):
+        preprocess(tmp_path / "a", options=["--exclude", "link"])
+    (tmp_path / "a" / "link").unlink()
+    listed = os.scandir
+
+    def scandir(path):
+        if os.path.basename(path) == "b":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"--input .*a/b: Permission denied"):
+        preprocess(tmp_path / "a")
+
+
 def test_places_that_cannot_be_written_to(preprocess, tmp_path, json_lines):
     (tmp_path / "taken.idx").mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -267,7 +290,7 @@ def test_places_that_cannot_be_written_to(preprocess, tmp_path, json_lines):
         ("in.jsonl/data", [], "in.jsonl is a file, not a folder"),
         ("taken", [], "taken.idx is a folder, not a file"),
         ("n" * 252, [], "File name too long"),
-        ("folder/", [], "a name of files, not a folder"),
+        *[(name, [], "a name of files, not a folder") for name in ("folder/", ".", "..")],
         ("data", ["--json-keys", "text", "a/b"], "no name for a file next to"),
         ("data", ["--workers", "99999"], "--workers 99999: at least 1 and at most"),
     ):
