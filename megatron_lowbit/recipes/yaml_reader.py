@@ -23,6 +23,7 @@ MAX_DEPTH = 32
 
 _TYPES = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
 _TAGS = [f"tag:yaml.org,2002:{name}" for name in _TYPES]
+_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
 def read_yaml(text: str) -> Any:
@@ -104,10 +105,16 @@ class _Loader(yaml.SafeLoader):
         return copy.deepcopy(node) if aliased else node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Compose a mapping whose keys differ; PyYAML would keep the last of the same ones."""
+        """Compose a mapping whose keys are text and differ; PyYAML would keep the last equal one.
+
+        YAML takes the names ``no``, ``on`` and ``1`` for other types.
+        """
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.tag not in _KEYS:
+                problem = f"the key {reprlib.repr(key.value)} is not text; put it into quotes"
+                raise _refused(problem, key.start_mark)
             if key.value in seen:
                 raise _refused(f"a second key {reprlib.repr(key.value)}", key.start_mark)
             seen.add(key.value)

@@ -53,6 +53,7 @@ REFUSED = {
     "bool": (f"name: x\ndescription: !!bool x\n{BODY}", ["line 2", "'x' is no bool"]),
     "timestamp": (f"name: x\ndescription: !!timestamp x\n{BODY}", ["line 2", "timestamp"]),
     "object": ("!!python/object/apply:os.system ['true']", ["line 1", "python/object"]),
+    "key of another type": ("name: x\nconfigs: {no: {}}\n", ["line 2", "the key 'no' is not text"]),
     "second key": (f"name: x\n{CONFIGS}{BODY}", ["line 4", "second key 'configs'"]),
     "escape sequence": (f'name: "\\e[31mred"\n{BODY}', ["line 1", r"\x1b[31mred"]),
     "escape in a key": (f'name: x\n"\\e]0;title\\a": 1\n{BODY}', ["line 2", r"\x1b]0;title"]),
