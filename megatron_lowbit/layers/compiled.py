@@ -15,7 +15,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers.autograd_state import autocast_off
 from megatron_lowbit.layers.context import LinearContext, draw_key
-from megatron_lowbit.layers.linear import backward_linear, forward_linear
+from megatron_lowbit.layers.linear import backward_linear, check_dtypes, forward_linear
 from megatron_lowbit.numerics.precision import LinearPrecision
 from megatron_lowbit.version import __version__
 
@@ -62,6 +62,7 @@ def compiled_linear(
     Returns:
         (..., N) in x's dtype.
     """
+    check_dtypes(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     key = None
     if random:

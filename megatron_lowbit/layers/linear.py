@@ -154,7 +154,7 @@ def lowbit_linear(
         x: (..., K), FP32 or BF16; or an Operand that is already quantized for fprop (``row``)
             and wgrad (``col``), gradients then going to its ``source``. Under sequence parallelism
             its first axis is this rank's part, and the result's is the whole.
-        weight: (N, K).
+        weight: (N, K), in x's dtype, as the bias.
         context: precision and state of the call. A precision, or a recipe or its name as for
             :func:`megatron_lowbit.recipes.load_precision`, computes on x's device, with a key from
             torch's default CPU generator.
@@ -167,18 +167,32 @@ def lowbit_linear(
     Raises:
         RuntimeError: in the backward pass, as for ``nn.Linear``, if the weight changed in place.
         TypeError: an argument of another type.
-        UserError: ``x`` has another number of features than ``weight``.
+        UserError: another dtype, or shapes that do not fit together.
     """
     source, operand = (x.source, x) if isinstance(x, Operand) else (x, None)
     for name, tensor in (("x", source), ("weight", weight), ("bias", bias)):
         if tensor is not None or name != "bias":
             require_type(name, tensor, Tensor, "a tensor")
+    check_dtypes(source, weight, bias)
     require(
         source.shape[-1:] == weight.shape[1:],
-        f"x has shape {tuple(source.shape)}; its last axis must be of {weight.shape[1]} features",
+        f"input {tuple(source.shape)}, weight {tuple(weight.shape)}; they must be (..., K) and "
+        "(N, K)",
     )
     context = context_of(context, source)
     return by_rows(_LowbitLinear, source, context.shards, weight, bias, context, operand, amax)
+
+
+def check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise UserError unless all tensors are FP32, or all BF16."""
+    of_bias = None if bias is None else bias.dtype
+    require(
+        x.dtype in (torch.float32, torch.bfloat16)
+        and x.dtype == weight.dtype
+        and of_bias in (None, x.dtype),
+        f"input {x.dtype}, weight {weight.dtype}, bias {of_bias}; all must be float32, or all "
+        "bfloat16",
+    )
 
 
 def by_rows(function: Any, x: Tensor, shards: Shards, *arguments: Any) -> Tensor:

@@ -118,14 +118,6 @@ class LowbitLinear(nn.Linear):
             x, weight = x.to(dtype), weight.to(dtype)
             others = [other.to(dtype) for other in others]
             bias = None if bias is None else bias.to(dtype)
-        bias_dtype = None if bias is None else bias.dtype
-        require(
-            x.dtype in (torch.float32, torch.bfloat16)
-            and x.dtype == weight.dtype
-            and bias_dtype in (None, x.dtype),
-            f"LowbitLinear: input {x.dtype}, weight {weight.dtype}, bias {bias_dtype}; all must be "
-            "float32, or all bfloat16",
-        )
         if torch.compiler.is_compiling():
             return compiled_linear(x, weight, bias, others, self.number, self.stochastic)
         key, engine = call_key(self.precision), select_engine(x.device)

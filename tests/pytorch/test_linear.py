@@ -239,8 +239,19 @@ def test_a_bias_of_another_dtype_is_refused(of_bias):
 
 @pytest.mark.parametrize("shape", [(), (63,), (4, 1)])
 def test_inputs_without_the_features_are_refused(shape):
-    with pytest.raises(UserError, match="last axis must be of 64 features"):
+    with pytest.raises(UserError, match=r"input .*, weight \(48, 64\); they must be"):
         layer()(torch.randn(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.complex64, torch.bfloat16])
+def test_the_function_refuses_other_dtypes(dtype):
+    """It would cut off integers and imaginary parts."""
+    of_weight = torch.float32 if dtype is torch.bfloat16 else dtype
+    x, weight = torch.ones(4, 64, dtype=dtype), torch.ones(32, 64, dtype=of_weight)
+    with pytest.raises(UserError, match=f"input {dtype}, weight {of_weight}, bias None; all must"):
+        lowbit_linear(x, weight, "mxfp8")
+    with pytest.raises(UserError, match=r"input \(4, 64\), weight \(64,\); they must be"):
+        lowbit_linear(torch.ones(4, 64), torch.ones(64), "mxfp8")
 
 
 def test_a_weight_that_is_no_plain_tensor_is_refused():
