@@ -50,6 +50,17 @@ def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: 
     }
 
 
+def files_named_by(recipe: str) -> list[str]:
+    """Return the recipes that switches of a recipe name, and the files of formats of all of them.
+
+    Raises UserError for a recipe that does not exist or is wrong.
+    """
+    raws = [read_recipe(recipe)]
+    targets = list(_targets(raws))
+    raws += map(read_recipe, targets)
+    return [*targets, *(file for raw in raws for file in raw.get("formats") or ())]
+
+
 def _targets(raws: Sequence[dict[str, Any]]) -> dict[str, None]:
     """Return the names of recipes to which switches that are on change, in their order."""
     switches = [s for raw in raws for s in parse_recipe(raw, "recipe").switches.values()]

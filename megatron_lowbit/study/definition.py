@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_lowbit.data.tokenizer import files_read
 from megatron_lowbit.errors import UserError, error_prefix, require
 from megatron_lowbit.folders import STUDY_RUN, replace_text, writing
 from megatron_lowbit.json_files import Entries, read_object
+from megatron_lowbit.recipes.record import files_named_by
 from megatron_lowbit.recipes.yaml_reader import StrictModel, first_error, read_text, read_yaml
 from megatron_lowbit.storage.files import TRACKER, iteration_directory, latest_iteration
 
@@ -312,7 +314,8 @@ def _has_begun(job: Job) -> bool:
 def _inputs(job: Job) -> dict[str, str]:
     """Return digests of the local files that a job's words name.
 
-    Those are files of arguments, recipes, data sets, and tokenizers in files or folders.
+    Those are files of arguments, recipes and what they name, data sets, and tokenizers in files or
+    folders.
     """
     words = training_words(job)
     read = expand_files(words)
@@ -322,6 +325,9 @@ def _inputs(job: Job) -> dict[str, str]:
         flag, _, name = word.partition("=") if word.startswith("--") else (previous, "", word)
         if file := next(filter(os.path.isfile, (name, f"{name}.bin")), None):
             digests[name] = _digest(name, os.stat(file).st_mtime_ns)
+            with suppress(UserError):  # It is no recipe.
+                named = filter(os.path.isfile, files_named_by(name))
+                digests |= {each: _digest(each, os.stat(each).st_mtime_ns) for each in named}
         elif name and flag == "--tokenizer-model" and (files := files_read(name)):
             content = "".join(map(data_digest, files))
             digests[name] = hashlib.sha256(content.encode()).hexdigest()

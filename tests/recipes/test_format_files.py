@@ -8,6 +8,8 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import FORMATS
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
 from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.recipes.load import read_recipe
+from megatron_lowbit.recipes.record import files_named_by
 from tests.recipes.conftest import refused
 
 # MXFP4 under another name.
@@ -49,6 +51,10 @@ def test_a_recipe_that_a_switch_names(tmp_path):
     path = write(tmp_path)
     recipe = load_recipe("nvfp4", [f"switches.late={{fraction: 0.5, to: {path}}}"])
     assert recipe.switches[0].recipe.configs["low"].fprop.lhs.format.name == "own4"
+    switched = tmp_path / "switched.yaml"
+    before = Path(path).read_text().replace("formats:", "# formats:").replace("own4", "mxfp4")
+    switched.write_text(f"{before}switches: {{late: {{fraction: 0.5, to: {path}}}}}\n")
+    assert files_named_by(str(switched)) == [path, *read_recipe(path)["formats"]]
 
 
 def test_a_copy_elsewhere_is_the_same_format(tmp_path):

@@ -183,10 +183,19 @@ def test_recipes_in_place_of_a_studys_runs(study, write_script, tmp_path):
 
 
 READ = ("mine.yaml", "more.args", "data.bin", "equal.yaml", "tokenizer/old.json")
+SWITCHED = """
+name: switched
+configs: {high: {}}
+matchers: {all: {type: glob, pattern: "*", config: high, enabled: true}}
+switches: {later: {iteration: 9, to: then.yaml}}
+"""
 
 
 @pytest.mark.parametrize(
-    "changed", others_slow([*READ, "tokenizer/new.json"], ["data.bin", "tokenizer/new.json"])
+    "changed",
+    others_slow(
+        [*READ, "then.yaml", "tokenizer/new.json"], ["data.bin", "then.yaml", "tokenizer/new.json"]
+    ),
 )
 def test_runs_of_files_that_have_changed_are_not_compared(study, tmp_path, changed, monkeypatch):
     """Runs of other seeds would differ in more than their seeds."""
@@ -194,14 +203,17 @@ def test_runs_of_files_that_have_changed_are_not_compared(study, tmp_path, chang
     Path("tokenizer").mkdir()
     for name in (*READ, "data.idx"):
         Path(name).write_text("1")
+    Path("switched.yaml").write_text(SWITCHED)
+    Path("then.yaml").write_text(SWITCHED.partition("switches")[0])
     file = study(
         base="--scale 2 --recipe mine.yaml --data data --more @more.args --x=equal.yaml --y=1 "
-        "--tokenizer-model tokenizer"
+        "--to switched.yaml --tokenizer-model tokenizer"
     )
     command = ["run", str(file), "--output", "out", "--seeds"]
     main([*command, "1"])
     main([*command, "1", "2"])
-    Path(changed).write_text("2")
+    with Path(changed).open("a") as appended:
+        appended.write("# 2\n")
     words = {"data.bin": "data", "more.args": "@more.args"}
     word = words.get(changed, changed).split("/")[0]
     with pytest.raises(UserError, match=f"base-1: holds a run from before {word} changed; give "):
