@@ -50,6 +50,12 @@ def _shell_words(text: str) -> str:
     return text
 
 
+def _file(name: str) -> str:
+    if not os.path.isfile(name):
+        raise ValueError(f"there is no file {name!r}")
+    return name
+
+
 Arguments = Annotated[str, AfterValidator(_shell_words)]
 """Arguments as a shell command has them."""
 
@@ -72,7 +78,7 @@ class Study(StrictModel):
     own; None for ``lowbit-pretrain``.
     """
 
-    script: str | None = None
+    script: Annotated[str, AfterValidator(_file)] | None = None
     arguments: Arguments
     seeds: list[StrictInt] = Field(min_length=1)
     runs: dict[str, Arguments] = Field(min_length=1)

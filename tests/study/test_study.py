@@ -286,6 +286,7 @@ def test_arguments_that_are_refused(tmp_path, arguments, named):
             "branches: {a: {iteration: 1, runs: {c: e}}}\n",
             "the file: branches: two runs are named 'c'",
         ),
+        *[(f"script: {name!r}\n", f"script: there is no file {name!r}") for name in ("", "no.py")],
         ("- 1\n", "the file: input should be a valid dictionary"),
         ("a: [\n", "not YAML of a study: line 2: "),
         ("b: 2026-02-30\n", "b: no such key; use one of script, arguments"),
