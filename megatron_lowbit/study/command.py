@@ -218,8 +218,11 @@ def _plan(args: argparse.Namespace, training: list[str]) -> None:
 
 def _compare(args: argparse.Namespace, training: list[str]) -> None:
     from megatron_lowbit.analysis.comparison import read_contenders
+    from megatron_lowbit.folders import check_folder
 
     require(not training, f"-- {' '.join(training)}: compare trains nothing; omit them")
+    if args.output is not None:
+        check_folder("--output", args.output)
     _show(read_contenders([named(run) for run in args.runs]), args.output, args.title)
 
 

@@ -225,6 +225,13 @@ def test_a_comparison_takes_no_arguments_of_training(tmp_path):
         main(["compare", str(tmp_path), "--", "--lr", "1"])
 
 
+def test_a_comparison_that_cannot_be_written_is_refused_before_it_is_made(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("{}")
+    with pytest.raises(UserError, match=f"--output {file}: {file} is a file, not a folder"):
+        main(["compare", str(tmp_path), "--output", str(file)])
+
+
 @pytest.mark.parametrize(
     ("count", "gpus", "message"),
     [
