@@ -50,13 +50,15 @@ def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
     for reason, pattern in _NEVER_READ.items():
         if given := [flag for flag in words.flags() if pattern.fullmatch(flag)]:
             yield f"{', '.join(given)}: without effect, {reason}"
-    has_experts = args.num_experts is not None
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or "E"
+    has_experts = args.num_experts is not None and "E" in pattern
     table = _of_models(args) | _of_runs(args) | (_of_experts(args) if has_experts else {})
     for reason, (is_idle, flags) in table.items():
         given = [flag for flag in flags.split() if flag in words] if is_idle else []
         if given:
             yield f"{', '.join(given)}: without effect, {reason}"
-    given = [flag for flag in words.flags() if words.destination(flag).startswith("moe_")]
+    of_experts = re.compile("moe_|num_experts$")
+    given = [flag for flag in words.flags() if of_experts.match(words.destination(flag))]
     if given and not has_experts:
         yield f"{', '.join(given)}: without effect, the model has no experts"
 

@@ -149,6 +149,10 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
     _check_split(args.split)
     _check_attention(args)
     _check_layout(args.pipeline_model_parallel_layout)
+    for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        pattern = value_of(args, flag)
+        has_blocks = pattern is None or pattern.partition("/")[0].strip("|")
+        require(has_blocks, f"{flag} {pattern!r}: has no block before multi-token prediction")
     require(
         args.recompute_num_layers != 0 or args.recompute_method != "uniform",
         "--recompute-num-layers 0: must be at least 1 with --recompute-method uniform",

@@ -230,6 +230,9 @@ def test_scripts_for_hybrids_and_for_gpts():
     assert "pretrain_hybrid.py" in refusal(pattern, hybrid=False)
     assert "pretrain_hybrid.py" in refusal("--hybrid-override-pattern M-*-", hybrid=False)
     assert parse(pattern, hybrid=True).num_layers == 4
+    for empty in ("", "/*-", "|"):
+        given = f"--hybrid-layer-pattern '{empty}'"
+        assert refusal(given, hybrid=True).startswith(f"--hybrid-layer-pattern '{empty}': has no")
 
 
 HYBRID = "--position-embedding-type none --hybrid-layer-pattern M-*-"

@@ -68,6 +68,7 @@ ALWAYS = [
     (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "--moe-router-topk-scaling-factor 3"),
     (f"{EXPERTS} --moe-router-score-function sigmoid", "--moe-router-pre-softmax"),
     (f"{EXPERTS} {HYBRID}", "--moe-layer-freq 2"),
+    ("--hybrid-layer-pattern M*-", EXPERTS),
     ("--skip-train", "--profile"),
     ("", "--mask-prob 0.5"),
     ("", "--rl-generation-lag 2"),
