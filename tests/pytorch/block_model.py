@@ -24,10 +24,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Predicts a token from the one before. ``reentrant`` is a kind of checkpointing, or None."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, blocks: int = BLOCKS) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.reentrant: bool | None = None
 
@@ -41,10 +41,10 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def build(dropout: float = 0.0) -> Model:
+def build(dropout: float = 0.0, blocks: int = BLOCKS) -> Model:
     """Return the model with the same initial parameters each time."""
     torch.manual_seed(0)
-    return Model(dropout)
+    return Model(dropout, blocks)
 
 
 def batch(number: int) -> torch.Tensor:

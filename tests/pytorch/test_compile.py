@@ -24,7 +24,7 @@ CASES = {
 
 def model_in(precision: LinearPrecision, recomputes: bool = False) -> Model:
     """Return the model with a precision in each layer of its blocks."""
-    model = convert(build(), "mxfp8")
+    model = convert(build(blocks=2), "mxfp8")
     for module in model.modules():
         if isinstance(module, LowbitLinear):
             module.set_precision(precision, "bf16")

@@ -40,7 +40,7 @@ WAYS = [*QUICK, *(pytest.param(*way, marks=pytest.mark.slow) for way in OTHERS)]
 def converted(recipe: str):
     for module in (compiled, linear):
         module.select_engine = lambda device: ReferenceEngine("tests")
-    model = convert(build(), load_recipe(recipe, RECIPES[recipe]))
+    model = convert(build(blocks=2), load_recipe(recipe, RECIPES[recipe]))
     return model, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)
 
 
