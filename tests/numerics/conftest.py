@@ -12,6 +12,10 @@ GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "quantizers.npz"
 INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
 
 
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def bytes_of(x: torch.Tensor) -> np.ndarray:
     return x.contiguous().view(torch.uint8).numpy()
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.numerics import FORMATS, Draw, Quantizer, Rounding, format_by_name, quantize
 from tests.marks import others_slow
-from tests.numerics.conftest import assert_same, bits
+from tests.numerics.conftest import assert_same, bits, randn
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -33,10 +33,6 @@ SQUARE = [format for format in EVERY if format.square]
 # Without a scale of the tensor, UE5M3 scales reach from 2**-17 to 114688.
 ONE_LEVEL = [format for format in EVERY if "tensor_scaled" in format.options]
 MX = [format for format in EVERY if format.name.startswith("mx")]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_what_is_covered():

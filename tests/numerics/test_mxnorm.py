@@ -10,10 +10,7 @@ from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.formats import ElementFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, mean_rounded, rms_of_rounded
 from megatron_lowbit.numerics.rmsnorm import tree_sum
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.numerics.conftest import randn
 
 
 def rms_norm(x):
@@ -43,7 +40,7 @@ def test_the_papers_constants():
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_constants_are_those_of_draws(p, block):
-    powers = gaussian(40_000, block, seed=block).abs().amax(-1).double() ** p
+    powers = randn(40_000, block, seed=block).abs().amax(-1).double() ** p
     error = powers.std() / math.sqrt(len(powers))
     assert abs(powers.mean() - absmax_constant(p, block) ** p) < 4 * error
 
@@ -51,7 +48,7 @@ def test_constants_are_those_of_draws(p, block):
 @pytest.mark.parametrize(("block", "hidden"), [(32, 1024), (16, 512), (128, 4096)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_fidelity_before_the_cast(block, hidden, scale):
-    x = scale * gaussian(512, hidden)
+    x = scale * randn(512, hidden)
     exact, seen = rms_norm(x), MXNorm(eps=0).normalize(x, block).double()
     residual = (seen - exact).square().sum() / exact.square().sum()
     assert 1 - residual >= 0.999
@@ -68,7 +65,7 @@ INT2 = MX("int2", ElementFormat("int2", 1, 0, max=1.0, min_normal=1.0), 1)
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_fidelity_of_what_is_quantized(format, blocks, least):
-    x, quantize = gaussian(256, 32 * blocks), Quantizer(format)
+    x, quantize = randn(256, 32 * blocks), Quantizer(format)
     exact = quantize(rms_norm(x).float()).dequantize().double()
     seen = quantize(MXNorm().normalize(x, 32)).dequantize().double()
     assert 1 - (seen - exact).square().sum() / exact.square().sum() >= least
@@ -77,7 +74,7 @@ def test_fidelity_of_what_is_quantized(format, blocks, least):
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 100.0])
 def test_distributions_of_scales_and_codes_are_those_of_rms_norm(scale):
     """The paper's figure 3, left and middle: at most 1% of either would have to move."""
-    x = scale * gaussian(512, 1024)
+    x = scale * randn(512, 1024)
     quantize = Quantizer(MXFP8)
     normalized = rms_norm(x).float()
     found, expected, other = map(
@@ -98,7 +95,7 @@ def test_distributions_of_scales_and_codes_are_those_of_rms_norm(scale):
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("outlier", [1.0, 1e3, 1e30])
 def test_values_never_exceed_the_bound(p, outlier):
-    x = gaussian(64, 512)
+    x = randn(64, 512)
     x[:, 7] = outlier
     x[0] = 0
     x[0, 3] = outlier  # a single value attains it
@@ -114,7 +111,7 @@ def test_zeros_stay_zeros():
 
 @pytest.mark.parametrize("length", [1, 2, 3, 100, 128])
 def test_sums_are_of_halves(length):
-    values = gaussian(5, length).abs()
+    values = randn(5, length).abs()
     exact = values.double().sum(-1)
     assert (tree_sum(values) - exact).abs().max() <= 8 * 2**-24 * exact.max()
     if length == 3:
@@ -123,7 +120,7 @@ def test_sums_are_of_halves(length):
 
 def test_rounded_means_are_those_of_draws():
     for sigma in (0.7, 1.0, 1.9):
-        absmax = sigma * gaussian(40_000, 32, seed=1).abs().amax(-1).double()
+        absmax = sigma * randn(40_000, 32, seed=1).abs().amax(-1).double()
         rounded = 2 ** absmax.log2().floor()
         error = rounded.std() / math.sqrt(len(rounded))
         assert abs(rounded.mean() - mean_rounded(sigma, 32)) < 4 * error
@@ -138,7 +135,7 @@ def test_the_inverse_of_the_rounded_mean():
 
 
 def test_the_estimate_from_rounded_scales():
-    x = 5 * gaussian(256, 8192)
+    x = 5 * randn(256, 8192)
     seen = MXNorm(p=1, eps=0, rounded=True).inverse_rms(x, 32).squeeze(-1)
     ratio = seen * x.square().mean(-1).sqrt()
     assert abs(ratio.mean() - 1) < 5e-3 and ratio.std() < 0.05

@@ -15,11 +15,7 @@ from megatron_lowbit.numerics import (
     quantize,
     tensor_amaxes,
 )
-from tests.numerics.conftest import assert_same
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.numerics.conftest import assert_same, randn
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -35,12 +31,11 @@ def test_leading_axes_are_rows(format):
     assert torch.equal(one.dequantize(), quantize(x[0, :1], format).dequantize()[0])
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
-def test_axis_becomes_the_last(format, axis):
+def test_axis_becomes_the_last(axis):
     x = randn(16, 24, 32)
     moved = x.movedim(axis, -1)
-    assert_same(quantize(x, format, axis=axis), quantize(moved.contiguous(), format))
+    assert_same(quantize(x, "nvfp4", axis=axis), quantize(moved.contiguous(), "nvfp4"))
 
 
 @pytest.mark.parametrize("format", FORMATS)
