@@ -27,8 +27,14 @@ EVERY = [  # all options; square MX blocks differ from the others in their amax 
     if not format.name.startswith("mx") or format.block_rows == 1 or values[0] != "ceil"
     if (made := with_values(format, values)) is not None
 ]
-# An option at a time shows what it does.
-PLAIN = [format for format in EVERY if len(format.options) < 2]
+# An option at a time shows what it does, in one format of each kind of blocks.
+SHOWN = ("mxfp4", "mxfp8-e4m3-2d", "fp8-1x128-e4m3", "fp8-128x128-e5m2", "fp8-tensor-e4m3")
+PLAIN = [
+    format
+    for format in EVERY
+    if not format.options
+    or (len(format.options) == 1 and (format.name in SHOWN or format.name[:2] not in ("mx", "fp")))
+]
 SQUARE = [format for format in EVERY if format.square]
 # Without a scale of the tensor, UE5M3 scales reach from 2**-17 to 114688.
 ONE_LEVEL = [format for format in EVERY if "tensor_scaled" in format.options]

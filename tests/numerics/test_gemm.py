@@ -20,7 +20,9 @@ def values_of(x):
 
 
 @pytest.mark.parametrize("m, n, k", [(16, 32, 64), (7, 5, 200), (33, 9, 1024)])
-@pytest.mark.parametrize("left, right", [("nvfp4", "nvfp4-2d"), ("nvfp4-2d", None), (None, "nvfp4")])
+@pytest.mark.parametrize(
+    "left, right", [("nvfp4", "nvfp4-2d"), ("nvfp4-2d", None), (None, "nvfp4")]
+)
 def test_against_float64(m, n, k, left, right):
     """K products and sums and two decodings: (K + 2) * 2**-24 of sum |a||b| bounds any order."""
     lhs, rhs = randn(m, k, seed=k), randn(n, k, seed=n)

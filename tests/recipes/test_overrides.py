@@ -26,6 +26,7 @@ from megatron_lowbit.recipes import (
     schema,
     shipped_recipes,
 )
+from tests.marks import others_slow
 
 # GEMMs whose operands are another's values cannot be changed alone; nemotron3-super has two that
 # are quantized.
@@ -37,11 +38,14 @@ QUANTIZING = [
     for name in shipped_recipes()
     if name not in ("bf16", "nemotron3-super", *TIED) and "qat-" not in name
 ]
+# Of each structure one: two configs, one GEMM in BF16 or with operands of its own, a history.
+QUICK = ("nvfp4", "mxfp4-backward", "mxfp8", "fp8-tile", "fp8-delayed")
+EACH = others_slow(QUANTIZING, QUICK)
 MX = ["mxfp8", "mxfp4", "mxfp4-backward"]
 TENSOR_SCALED = ["nvfp4", "fp8-tensorwise", "fp8-delayed"]
 FP8 = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "fp8-delayed"]
 GEMMS_OF = [
-    (name, gemm)
+    pytest.param(name, gemm, marks=[pytest.mark.slow] * (name not in QUICK))
     for name in QUANTIZING
     for gemm in GEMM_ROLES
     if (name, gemm) != ("mxfp4-backward", "fprop")
@@ -112,7 +116,7 @@ def test_one_field_of_a_transform(name, field, value, attribute):
 # Rounding
 
 
-@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("rounding", list(Rounding))
 @pytest.mark.parametrize("role", ["input", "weight", "grad"])
 def test_rounding_of_a_role_or_of_one_operand(name, role, rounding):
@@ -216,7 +220,7 @@ def test_another_format_in_one_gemm():
 # What both operands share
 
 
-@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("name", EACH)
 def test_tensor_scale(name):
     gemms = low(name).gemms.values()
     scaled = any(side and side.format.tensor_scaled for gemm in gemms for side in gemm.sides)
@@ -252,7 +256,7 @@ def test_one_field_of_the_amax_history(field, value):
     assert result == every_gemm(base, delayed=delayed)
 
 
-@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("name", EACH)
 def test_fallback(name):
     """For all GEMMs of a config that are quantized, and per GEMM."""
     base = low(name)
@@ -262,7 +266,7 @@ def test_fallback(name):
     assert low(name, "dgrad.fallback=bf16") == replace(base, dgrad=gemms["dgrad"])
 
 
-@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("name", EACH)
 def test_accumulation(name):
     """For all GEMMs of a config (but for one that is set to null), and per GEMM."""
     base = low(name)
@@ -281,7 +285,7 @@ def test_accumulation(name):
     assert one == replace(base, dgrad=replace(base.dgrad, accumulation=Accumulation("bf16", 128)))
 
 
-@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("gemm", GEMM_ROLES)
 def test_a_gemm_in_high_precision(name, gemm):
     assert low(name, f"{gemm}=null") == replace(low(name), **{gemm: GemmPrecision()})
