@@ -171,8 +171,12 @@ def test_with_a_transform(name, hadamard):
     "name", ["mxfp4", "nvfp4", "nvfp4 mse", "ms-eden", "fp8-row-e4m3", "nvfp4 rows"]
 )
 def test_with_the_largest_transform(name):
-    """The sides are quantized apart: a tile of 256 x 256 would not fit into registers."""
-    x = values(264 if DEVICE == "cuda" else 8, 264, torch.bfloat16)
+    """The sides are quantized apart: a tile of 256 x 256 would not fit into registers.
+
+    In the interpreter, more than a tile for one format: the others walk them alike.
+    """
+    columns = 264 if DEVICE == "cuda" or name == "mxfp4" else 40
+    x = values(264 if DEVICE == "cuda" else 8, columns, torch.bfloat16)
     check(x, Quantizer(ALL[name], Rounding.STOCHASTIC), Hadamard(256))
 
 

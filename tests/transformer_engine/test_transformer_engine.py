@@ -143,13 +143,18 @@ def test_its_modules_order_of_calls_gives_what_ours_gives(monkeypatch, recipe, s
 
 
 def test_nothing_of_it_is_imported_without_a_request(start_script, tmp_path):
-    """Megatron-LM imports Transformer Engine itself if it is installed; our layers wait."""
+    """Megatron-LM imports Transformer Engine itself if it is installed; our layers wait.
+
+    The module of factories, which Megatron-LM's own scripts import, imports neither.
+    """
     script, output = tmp_path / "script.py", tmp_path / "output.txt"
     script.write_text("""
 import sys
 for name in [*sys.modules]:  # what other tests have imported
-    if name.partition(".")[0] in ("megatron", "megatron_lowbit"):
+    if name.partition(".")[0] in ("megatron", "megatron_lowbit", "transformer_engine"):
         del sys.modules[name]
+import megatron_lowbit.factories
+assert not {"megatron", "transformer_engine"} & sys.modules.keys()
 from megatron_lowbit.megatron import pretrain, recipe_hook
 sys.exit(any(name.startswith("megatron_lowbit.transformer_engine.") for name in sys.modules))
 """)
