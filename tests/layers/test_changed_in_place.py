@@ -27,7 +27,18 @@ PRECISIONS = {
     change: load_recipe("nvfp4", [change]).configs["nvfp4"]
     for change in ("fallback=bf16", "fprop.hot_channels=0.1")
 }
-each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+# One of each way to make the operands of backward; the others differ in formats.
+QUICK = ("bf16 bf16", "nvfp4 nvfp4", "averis nvfp4", "fp8-delayed fp8", "fp8-row fp8",
+         "fp8-tile fp8", "mxfp4-backward mxfp4", "nvfp4-backward nvfp4", "qat-nvfp4 nvfp4",
+         "qat-mxfp8-activations mxfp8", "quartet2 nvfp4", "tetrajet2 fp4", "torchao-v2 nvfp4",
+         "fallback=bf16", "fprop.hot_channels=0.1")  # fmt: skip
+each_precision = pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(precision, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name, precision in PRECISIONS.items()
+    ],
+)
 
 
 def context_of(precision: LinearPrecision, **options) -> LinearContext:

@@ -16,6 +16,7 @@ from megatron_lowbit.numerics import FORMATS
 from megatron_lowbit.recipes import Layer, load_recipe, precision_table, shipped_recipes
 from megatron_lowbit.recipes.command import main
 from megatron_lowbit.recipes.show import line_table, model_layers
+from tests.marks import by_turns
 from tests.recipes.conftest import refused
 
 NAMES = {
@@ -360,8 +361,7 @@ def test_a_terminal_has_a_row_a_group():
     ]
 
 
-@pytest.mark.parametrize("pattern", [None, "M-M*-M-M*-"])
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize(("name", "pattern"), by_turns(shipped_recipes(), [None, "M-M*-M-M*-"]))
 def test_80_columns_suffice(name, pattern):
     """Each format and each number of bits is whole, in the line of its operand."""
     recipe, layers = load_recipe(name), model_layers(pattern, 12)

@@ -17,6 +17,7 @@ from megatron_lowbit.recipes import (
 )
 from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher
 from megatron_lowbit.recipes.show import model_layers
+from tests.marks import by_turns
 from tests.recipes.conftest import refused
 
 LAYERS = model_layers(None, 12)
@@ -178,8 +179,9 @@ SEPARABLE = [
 ]
 
 
-@pytest.mark.parametrize("base", SEPARABLE)
-@pytest.mark.parametrize("order", [("forward", "backward"), ("backward", "forward")])
+@pytest.mark.parametrize(
+    ("base", "order"), by_turns(SEPARABLE, [("forward", "backward"), ("backward", "forward")])
+)
 def test_both_parts_one_after_the_other_are_all(base, order):
     """Every GEMM of every layer is the target's then, whichever part went first."""
     first, second = (f"{{iteration: {i}, to: mxfp4, part: {p}}}" for i, p in enumerate(order, 1))

@@ -194,17 +194,13 @@ def test_weights_of_tokens_and_empty_inputs_are_megatron_lms(layers):
     assert upstream_calls(layers, mlp, rows[:0]) == 1
 
 
-@pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
 @pytest.mark.parametrize(
-    "register",
+    ("name", "register"),
     [
-        lambda layer, hook: layer.register_forward_hook(hook),
-        lambda layer, hook: layer.register_forward_pre_hook(hook),
-        lambda layer, hook: layer.register_forward_pre_hook(
-            lambda *given: hook(), with_kwargs=True
-        ),
-        lambda layer, hook: layer.register_full_backward_hook(hook),
-        lambda layer, hook: layer.register_full_backward_pre_hook(hook),
+        ("linear_fc1", lambda layer, hook: layer.register_forward_hook(hook)),
+        ("linear_fc2", lambda layer, hook: layer.register_forward_pre_hook(hook)),
+        ("linear_fc2", lambda layer, hook: layer.register_full_backward_hook(hook)),
+        ("linear_fc1", lambda layer, hook: layer.register_full_backward_pre_hook(hook)),
     ],
 )
 def test_hooks_see_the_layers_of_an_mlp(layers, name, register):
