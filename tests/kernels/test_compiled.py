@@ -35,6 +35,7 @@ from megatron_lowbit.numerics import (
 )
 from megatron_lowbit.numerics.randomness import uniform
 from megatron_lowbit.recipes import load_recipe, shipped_recipes
+from tests.kernels.test_quantize import bits, check_same
 from tests.marks import others_slow
 from tests.numerics.conftest import INPUTS, Golden, Lab, codes_of
 
@@ -108,23 +109,12 @@ def golden_inputs(format):
     return inputs if format.tensor_scaled else [torch.cat(inputs)]
 
 
-def bits(x):
-    """Return bytes; a NaN without its sign, which differs between torch's own casts."""
-    plain = x.flatten().contiguous()
-    if plain.is_floating_point():
-        plain = torch.where(plain.float().isnan(), torch.full_like(plain, torch.nan), plain)
-    return plain.view(torch.uint8)
-
-
 def assert_same(quantizer, x, **options):
     """Return the engine's result, once it and its values are found to be the reference's."""
     expected = quantizer(x, **options)
     result, _ = ENGINE.quantize(x, Request(quantizer, **options), None)
-    for name in ("codes", "scales", "tensor_scale"):
-        ours, theirs = getattr(result, name), getattr(expected, name)
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        assert torch.equal(bits(ours), bits(theirs)), name
-    assert (result.format, result.shape) == (expected.format, expected.shape)
+    check_same(result, expected)
+    assert result.format == expected.format
     values = result.dequantize(compiled.FUSED)
     assert torch.equal(bits(values), bits(expected.dequantize()))
     return result

@@ -96,16 +96,6 @@ def test_each_operand_has_its_own_history():
     assert_close(results, by_hand(x, weight, dy, factors * amaxes(x, weight, dy)))
 
 
-def test_the_window_is_the_length():
-    """The amax of four steps ago is forgotten."""
-    x, weight, dy = leaves()
-    state = history(3)
-    for factor in (50.0, 2.0, 1.0, 1.0):
-        state.advance(factor * amaxes(x, weight, dy))
-    results = run(x, weight, dy, HYBRID, state)
-    assert_close(results, by_hand(x, weight, dy, 2 * amaxes(x, weight, dy)))
-
-
 def test_average():
     """Exponential, from the oldest: 2 / (3 + 1) for each newer one."""
     x, weight, dy = leaves()

@@ -29,6 +29,7 @@ from megatron_lowbit.recipes import (
     load_recipe,
     shipped_recipes,
 )
+from tests.numerics.conftest import assert_same
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 M, N, K = 40, 136, 160  # not all of them whole tiles, or whole blocks
@@ -120,13 +121,6 @@ def test_shipped_recipes_are_close_to_exact(name):
 
 
 # A weight in square blocks
-
-
-def assert_same(result, expected):
-    assert result.format == expected.format and result.shape == expected.shape
-    for name in ("codes", "scales", "tensor_scale"):
-        left, right = (getattr(t, name).to(torch.float32) for t in (result, expected))
-        assert torch.equal(left, right), name
 
 
 @pytest.mark.parametrize(

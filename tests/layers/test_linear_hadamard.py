@@ -21,6 +21,7 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.formats import ElementFormat
 from megatron_lowbit.recipes import GemmPrecision, LinearPrecision, load_recipe
+from tests.numerics.conftest import assert_same
 
 KEY = 2**63 + 77
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -220,9 +221,7 @@ def test_2d_weights_under_a_transform():
         (forward, square(hadamard_transform(weight.detach(), Hadamard(16)))),
         (backward, square(hadamard_transform(weight.detach().t(), Hadamard(32, "fresh"), key))),
     ):
-        assert torch.equal(found.codes, expected.codes)
-        assert torch.equal(found.scales.float(), expected.scales.float())
-        assert torch.equal(found.tensor_scale, expected.tensor_scale)
+        assert_same(found, expected)
 
 
 def test_ragged_transforms_of_shards_draw_random_bits_for_their_padding():

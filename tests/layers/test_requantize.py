@@ -18,6 +18,7 @@ from megatron_lowbit.recipes import (
     load_combined,
     load_recipe,
 )
+from tests.numerics.conftest import assert_same
 from tests.recipes.conftest import refused
 
 KEY = 2**63 + 5
@@ -71,10 +72,7 @@ def test_operands(precision):
     assert len(engine.multiplied) == 3
     for result, seen, wanted in zip(results, engine.multiplied, expected, strict=True):
         for mine, other in zip(seen, wanted, strict=True):
-            assert mine.format == other.format
-            assert torch.equal(mine.codes, other.codes)
-            assert torch.equal(mine.scales.float(), other.scales.float())
-            assert torch.equal(mine.tensor_scale, other.tensor_scale)
+            assert_same(mine, other)
         product = values(seen[0]) @ values(seen[1]).t()
         torch.testing.assert_close(result.double(), product, rtol=1e-5, atol=1e-4)
 
