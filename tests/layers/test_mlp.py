@@ -21,7 +21,7 @@ def random(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(shape, generator=draws).to(DEVICE, dtype)
 
 
-class _SwiGLU(torch.autograd.Function):
+class SwiGLU(torch.autograd.Function):
     """SwiGLU by an engine, between two layers of their own."""
 
     @staticmethod
@@ -39,7 +39,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def apart(x, fc1, fc2, first, second):
     gate_up = lowbit_linear(x, fc1, first)
-    h = _SwiGLU.apply(gate_up.flatten(0, -2), second.engine)
+    h = SwiGLU.apply(gate_up.flatten(0, -2), second.engine)
     return lowbit_linear(h, fc2, second).view(*x.shape[:-1], len(fc2))
 
 

@@ -10,8 +10,8 @@ from megatron_lowbit.layers import operands, sharding
 from megatron_lowbit.megatron.features.logs import Measurement
 from megatron_lowbit.megatron.layers import state as layer_state
 from megatron_lowbit.megatron.layers.state import LayerPlan
-from megatron_lowbit.numerics.swiglu import swiglu
 from megatron_lowbit.recipes import Layer, load_recipe
+from tests.layers.test_mlp import SwiGLU
 from tests.transformer_engine.stand_in import (
     ColumnLinear,
     NormColumnLinear,
@@ -78,24 +78,9 @@ def tokens(count: int = 32) -> torch.Tensor:
     return torch.randn(count, 1, WIDTH, generator=draws).bfloat16()
 
 
-class _SwiGLU(torch.autograd.Function):
-    """SwiGLU of the reference engine, between two layers."""
-
-    @staticmethod
-    def forward(ctx, gate_up):
-        ctx.save_for_backward(gate_up)
-        return swiglu(gate_up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        by_input = ctx.saved_tensors[0].clone()
-        ReferenceEngine("tests").swiglu_grad(by_input, grad)
-        return by_input
-
-
 def one_by_one(mlp: MLP, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     gate_up, _ = mlp.linear_fc1(x)
-    return mlp.linear_fc2(_SwiGLU.apply(gate_up))
+    return mlp.linear_fc2(SwiGLU.apply(gate_up, ReferenceEngine("tests")))
 
 
 def results(mlp: MLP, forward) -> list[torch.Tensor]:
