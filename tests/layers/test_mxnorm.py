@@ -89,13 +89,16 @@ def test_fprop_multiplies_what_the_quantizers_make(recipe):
         assert (seen - lhs @ rhs.t()).norm() <= 1e-6 * seen.norm()
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "fp8-tile"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "fp8-tile", "nvfp4-backward"])
 def test_the_gain_can_be_merged_into_the_weight(recipe):
-    """For inference, section 3.7: the same bits without a gain."""
-    (x, gain, weight, _), _ = leaves()
-    with torch.no_grad():
-        seen = mxnorm_linear(x, torch.ones_like(gain), weight * gain, precision(recipe))
-        assert torch.equal(seen, mxnorm_linear(x, gain, weight, precision(recipe)))
+    """For inference, section 3.7: the same bits without a gain; in dX, too."""
+    (x, gain, weight, _), grad = leaves()
+    results = []
+    for tensors in ((gain, weight), (torch.ones_like(gain), weight * gain)):
+        y = mxnorm_linear(x, *tensors, precision(recipe))
+        results += [y, *torch.autograd.grad(y, x, grad)]
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
 
 
 def test_wgrad_quantizes_the_normalized_input_along_tokens():
