@@ -73,7 +73,7 @@ MOVED = 1 / H200.moved(1.0)
         "--pipeline-model-parallel-layout Ettt|ttL": "must match num_layers 32",
         f"--gpus 4 {LLAMA_8B} --as-given --pipeline-model-parallel-size 4 --global-batch-size 6 "
         "--num-layers-per-virtual-pipeline-stage 4": "of 4, and these are 6; give a multiple of 4",
-        f"--gpus 8 {LLAMA_8B} --recipes ''": "unknown recipe ''",
+        f"--gpus 8 {LLAMA_8B} --recipes ''": "argument --recipes: the name is empty",
         f"--gpus 8 {LLAMA_8B} --num-layers 100000": "--num-layers 100000: layouts of at most",
         f"--gpus 8 {LLAMA_8B} --vocab-size {2**63}": "an integer from 1 to 2**63 - 1",
         LLAMA_8B: "--gpus",
