@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not arg_string and (action.metavar in _FILES or action.type is Path):
-            # As of an unset variable of a shell; pathlib takes it for the working directory.
+            # An unset shell variable gives it; pathlib would take it for the working directory.
             raise argparse.ArgumentError(action, "the name is empty")
         try:
             return super()._get_value(action, arg_string)

@@ -33,8 +33,8 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
     """
     args = on_described_machine(args)
     for table in (
-        attention_mask, local_layers, loss_and_optimizer, graphs_of_experts, megatron_fsdp,
-        schedules, gemma_layers, document_masks, distillation, bad_iterations, positions,
+        attention_mask, local_layers, fused_loss, graphs_of_experts, megatron_fsdp, schedules,
+        gemma_layers, document_masks, layer_wise_optimizer, distillation, bad_iterations, positions,
         recomputation, experts, pipeline,
     ):  # fmt: skip
         refuse(table(args))
@@ -90,18 +90,19 @@ def local_layers(args: Namespace) -> Rows:
     }
 
 
-def loss_and_optimizer(args: Namespace) -> Rows:
-    """Return a fused loss without the argument that fuses it, and an optimizer of BF16 in FP32."""
+def fused_loss(args: Namespace) -> Rows:
+    """Return an implementation of the fused loss without the argument that fuses it."""
     name, fuses = args.cross_entropy_fusion_impl, args.cross_entropy_loss_fusion
+    error = f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion"
+    return {error: name in LOSSES and not fuses}
+
+
+def layer_wise_optimizer(args: Namespace) -> Rows:
+    """Return runs in FP32 of an optimizer that lacks a method which the training loop calls."""
+    in_fp32 = args.use_layer_wise_distributed_optimizer and not args.bf16
     return {
-        f"--cross-entropy-fusion-impl {name} needs --cross-entropy-loss-fusion": (
-            name in LOSSES and not fuses
-        ),
-        # It lacks a method there which the training loop calls.
         "--optimizer dist_muon, or muon with --use-distributed-optimizer, needs --bf16, which a "
-        "CPU does not have: give --optimizer muon without that argument": (
-            args.use_layer_wise_distributed_optimizer and not args.bf16
-        ),
+        "CPU does not have: give --optimizer muon without that argument": in_fp32
     }
 
 

@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron_lowbit.arguments.values import hybrid_pattern
 from megatron_lowbit.command_line import CommandLine
 
 _ROTARY = ("rope", "yarn", "mrope")
@@ -47,11 +48,10 @@ def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
 
     ``args`` are the arguments of the command line, before Megatron-LM's validation.
     """
-    for reason, pattern in _NEVER_READ.items():
-        if given := [flag for flag in words.flags() if pattern.fullmatch(flag)]:
+    for reason, never_read in _NEVER_READ.items():
+        if given := [flag for flag in words.flags() if never_read.fullmatch(flag)]:
             yield f"{', '.join(given)}: without effect, {reason}"
-    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or "E"
-    has_experts = args.num_experts is not None and "E" in pattern
+    has_experts = args.num_experts is not None and "E" in (hybrid_pattern(args) or "E")
     table = _of_models(args) | _of_runs(args) | (_of_experts(args) if has_experts else {})
     for reason, (is_idle, flags) in table.items():
         given = [flag for flag in flags.split() if flag in words] if is_idle else []
@@ -65,11 +65,10 @@ def idle_arguments(args: Namespace, words: CommandLine) -> Iterator[str]:
 
 def _of_models(args: Namespace) -> dict[str, tuple[object, str]]:
     """Return the arguments of parts of models that this one lacks, by the reason."""
-    pattern, latent = args.hybrid_layer_pattern or "", args.multi_latent_attention
+    pattern, latent = hybrid_pattern(args) or "", args.multi_latent_attention
     positions, variant = args.position_embedding_type, args.experimental_attention_variant
     is_rotary = positions in _ROTARY or args.use_rotary_position_embeddings or latent
     predicts = args.mtp_num_layers or args.mtp_hybrid_override_pattern or "/" in pattern
-    has_mamba = "M" in pattern or "M" in (args.hybrid_override_pattern or "")
     return {
         "positions are not rotary": (not is_rotary, """
             --rotary-base --rotary-percent --rotary-interleaved --use-rope-scaling --no-rope-freq
@@ -98,7 +97,7 @@ def _of_models(args: Namespace) -> dict[str, tuple[object, str]]:
         "the model predicts one token": (not predicts, """
             --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads --mtp-standalone
         """),
-        "the model has no Mamba layers": (not has_mamba, """
+        "the model has no Mamba layers": ("M" not in pattern, """
             --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
             --disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype
         """),

@@ -19,11 +19,10 @@ from megatron_lowbit.arguments.precision import (
 )
 from megatron_lowbit.arguments.rows import refuse
 from megatron_lowbit.arguments.upstream import environment, parse_upstream, redirect_upstream
-from megatron_lowbit.arguments.values import check_folders, check_values
+from megatron_lowbit.arguments.values import HYBRID_PATTERNS, check_folders, check_values
 from megatron_lowbit.command_line import CommandLine, print_help, value_of
 from megatron_lowbit.errors import require, say
 
-_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {
     "--adlr-autoresume": "its module userlib is not public; omit it",
     "--checkpoint-activations": "Megatron-LM has removed it; give --recompute-activations",
@@ -130,9 +129,10 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
 def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
     """Check this project's arguments, and restrictions that Megatron-LM does not check."""
     if hybrid is True and not args.use_checkpoint_args:
-        require(any(flag in words for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "
-                "models without one, use pretrain_gpt.py")  # fmt: skip
-    for flag in (*_PATTERNS, "--is-hybrid-model") if hybrid is False else ():
+        is_given = any(flag in words for flag in HYBRID_PATTERNS)
+        require(is_given, "--hybrid-layer-pattern is missing; for models without one, use "
+                "pretrain_gpt.py")  # fmt: skip
+    for flag in (*HYBRID_PATTERNS, "--is-hybrid-model") if hybrid is False else ():
         require(flag not in words, f"{flag} is for hybrids: use pretrain_hybrid.py")
     for flag, reason in _REFUSED.items():
         require(flag not in words, f"{flag}: {reason}")
@@ -143,7 +143,7 @@ def check_given(args: Namespace, words: CommandLine, hybrid: bool | None) -> Non
     check_loads(args)
     _check_data(args)
     normed = args.mxnorm or args.normalization == "MXNorm"
-    # Where SwiGLU is not fused, Megatron-LM takes no notice of how its input is stored.
+    # Megatron-LM ignores how the input is stored unless SwiGLU is fused.
     fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
     loads, either = args.load or args.pretrained_checkpoint, "--load or --pretrained-checkpoint"
     refuse({

@@ -20,6 +20,8 @@ from megatron_lowbit.command_line import CommandLine, value_of
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import check_folder, reason
 
+HYBRID_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+"""Arguments with the layers of a hybrid, the second one of earlier Megatron-LM."""
 LARGEST_SEED = 2**32 - 2**20
 """Megatron-LM adds offsets of ranks to a seed, and NumPy accepts 32 bits."""
 
@@ -149,7 +151,7 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
     _check_split(args.split)
     _check_attention(args)
     _check_layout(args.pipeline_model_parallel_layout)
-    for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+    for flag in HYBRID_PATTERNS:
         pattern = value_of(args, flag)
         has_blocks = pattern is None or pattern.partition("/")[0].strip("|")
         require(has_blocks, f"{flag} {pattern!r}: has no block before multi-token prediction")
@@ -218,6 +220,11 @@ def _check_layout(layout: object) -> None:
         math.prod(counts[:2]) <= 10 * _MOST_LAYERS and not re.search(r"\(\d", text),
         f"--pipeline-model-parallel-layout {layout}: more than {_MOST_LAYERS} layers",
     )
+
+
+def hybrid_pattern(args: Namespace) -> str | None:
+    """Return the layers of a hybrid by either of its arguments, such as ``M*-``."""
+    return args.hybrid_layer_pattern or args.hybrid_override_pattern
 
 
 def check_folders(args: Namespace) -> None:

@@ -19,7 +19,7 @@ from megatron_lowbit.arguments.parser import add_own_arguments, front_parser, re
 from megatron_lowbit.arguments.precision import Machine, translate_precision
 from megatron_lowbit.arguments.recipe_compatibility import check_without_recipe
 from megatron_lowbit.arguments.upstream import environment, translate_refusals
-from megatron_lowbit.arguments.values import check_values
+from megatron_lowbit.arguments.values import HYBRID_PATTERNS, check_values, hybrid_pattern
 from megatron_lowbit.command_line import CommandParser
 from megatron_lowbit.errors import require
 
@@ -95,9 +95,9 @@ class TrainingArguments:
 
     def join_pattern(self) -> None:
         """Remove the bars, which divide a hybrid into model chunks, from now on."""
-        pattern = self.flags.hybrid_layer_pattern or self.flags.hybrid_override_pattern
+        pattern = hybrid_pattern(self.flags)
         if pattern is not None:
-            self.remove("--hybrid-layer-pattern", "--hybrid-override-pattern")
+            self.remove(*HYBRID_PATTERNS)
             for line in (self._command_line, self.given):
                 line.add("--hybrid-layer-pattern", pattern.replace("|", ""))
 
